@@ -29,13 +29,8 @@ from megatron_zb.schedules.families import (
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 from megatron_zb.schedules.request import LimitTooSmall, Request
-from megatron_zb.schedules.schedule import InvalidSchedule, Report, Schedule
-from megatron_zb.schedules.search.place_w import (
-    fuse_all,
-    join_all,
-    place_weight_gradients,
-    split_all,
-)
+from megatron_zb.schedules.schedule import Report, Schedule
+from megatron_zb.schedules.search.place_w import fuse_all, place_weight_gradients, split_all
 from megatron_zb.schedules.search.placement_search import search_placement
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.sliced_bounds import sliced_bound
@@ -44,8 +39,8 @@ from megatron_zb.schedules.slices import SlicedCosts, Slicing, TurnCosts, in_uni
 def build_sliced(name: str, request: Request, slicing: Slicing) -> Schedule:
     """Build a named schedule of slices, with its report.
 
-    Where ``slicing`` leaves it open, W of a microbatch are joined if that is as fast within the
-    limit.
+    Where ``slicing`` leaves it open, W of a microbatch are joined if that is faster, which takes
+    a ``weight_loss``.
 
     Args:
         name: of the schedule, as in the catalog.
@@ -59,7 +54,8 @@ def build_sliced(name: str, request: Request, slicing: Slicing) -> Schedule:
     _check(name, request)
     forms = [bool(slicing.joins_weight)]
     if slicing.joins_weight is None:
-        forms = [False] if name in _FIXED else [True, False]
+        may_join = name not in _FIXED and slicing.weight_loss > 0
+        forms = [True, False] if may_join else [False]
     found: list[tuple[float, Schedule]] = []
     refused: list[LimitTooSmall] = []
     for joined in forms:
@@ -78,11 +74,9 @@ def build_sliced(name: str, request: Request, slicing: Slicing) -> Schedule:
             found.append((schedule.report.period or schedule.report.makespan, schedule))
     if not found:
         raise min(refused, key=lambda error: error.needed)
-    fastest = min(seconds for seconds, _ in found)
-    return next(s for seconds, s in found if seconds <= fastest * (1 + _TIE))
+    return min(found, key=lambda entry: entry[0])[1]
 
 
-_TIE = 1e-6
 _FIXED = ("1f1b", "interleaved", "zb-h1")
 _BLOCKS = {
     "v-min": (v_min_offsets, v_min_peak),
@@ -168,27 +162,18 @@ class _Search:
 
     def _delayed(self, placement: Placement, ranks: _Ranks) -> list[list[Pass]]:
         """Return an order of F and B, or BW, with as many F before each B as slices need."""
-        fewest, most = self.slicing.slices - 1, self.slicing.slices - 1
-        while not self._runs(placement, found := [_with_lead(rank, most) for rank in ranks]):
+        n = self.slicing.slices
+        fewest = most = n - 1
+        while not _runs(placement, found := [_with_lead(rank, most) for rank in ranks], n):
             fewest, most = most + 1, 2 * most + 1
         while fewest < most:
             lead = (fewest + most) // 2
             orders = [_with_lead(rank, lead) for rank in ranks]
-            if self._runs(placement, orders):
+            if _runs(placement, orders, n):
                 most, found = lead, orders
             else:
                 fewest = lead + 1
         return found
-
-    def _runs(self, placement: Placement, ranks: _Ranks) -> bool:
-        """Return whether an order of F and B in turns keeps all rules, but for W."""
-        m = self.request.num_microbatches
-        order = Schedule("", placement, m, tuple(map(tuple, ranks)))
-        try:
-            in_units(split_all(join_all(order)), self.slicing).validate()
-        except InvalidSchedule:
-            return False
-        return True
 
     def _filled(
         self, name: str, placement: Placement, ranks: _Ranks, peak: float
@@ -223,53 +208,71 @@ class _Search:
         if request.limit.per_rank(request.costs) is None:
             request = replace(request, limit=replace(request.limit, share=1.0))
         search = replace(self, request=request)
-        found: list[Schedule] = []
+        best: tuple[float, Schedule] | None = None
         refused: list[UsageError] = []
         for placement in candidates(request):
-            if placement.chunks <= _MOST_CHUNKS:
-                try:
-                    found.append(search._on(placement))
-                except UsageError as error:
-                    refused.append(error)
-        if not found:
-            raise min(
-                (error for error in refused if isinstance(error, LimitTooSmall)),
-                key=lambda error: error.needed,
-                default=refused[0],
-            )
-        return min(found, key=self._seconds)
+            if placement.chunks > _MOST_CHUNKS and request.chunks is None:
+                continue
+            if best is not None and search._bound(placement) >= best[0]:
+                continue
+            try:
+                found = search._on(placement)
+            except UsageError as error:
+                refused.append(error)
+                continue
+            seconds = request.seconds(simulate(found, request.costs))
+            if best is None or seconds < best[0]:
+                best = seconds, found
+        if best is None:
+            short = [error for error in refused if isinstance(error, LimitTooSmall)]
+            raise min(short, key=lambda error: error.needed, default=refused[0])
+        return best[1]
 
-    def _on(self, placement: Placement) -> Schedule:
-        """Return the fastest order found on a placement, of known ones and of a search."""
-        p, m = placement.pipeline_size, self.request.num_microbatches
-        orders: list[_Ranks] = []
-        if placement == v_shape(p):
-            orders = [self._repeated(v_block(p, offsets)) for offsets, _ in _BLOCKS.values()]
-        elif placement == looped(p):
-            orders = [self._repeated(one_f_one_b_block(p))]
-        elif placement == looped(p, placement.chunks):
-            orders = [
-                [[it for it in rank if it.kind is not PassKind.W] for rank in order.ranks]
-                for order in split_interleaved(p, m, placement.chunks)
-            ]
-        most = float(m)
-        known = [it for each in orders for it in self._known("auto", placement, each, most)]
-        return search_placement(
-            "auto",
+    def _bound(self, placement: Placement) -> float:
+        """Return a lower bound in seconds for any order on a placement."""
+        costs = self.request.costs
+        assert isinstance(costs, TurnCosts)
+        limit = self.request.limits(placement, float(self.request.num_microbatches))
+        return sliced_bound(
             placement,
-            self.request,
-            most,
-            known=known,
-            seconds=_SECONDS[placement == v_shape(p)],
-            thorough=True,
+            costs.by_unit(placement),
+            limit,
+            self.slicing.slices,
+            joined=bool(self.slicing.joins_weight),
+            back_to_back=self.request.back_to_back,
         )
 
-    def _seconds(self, schedule: Schedule) -> float:
-        return self.request.seconds(simulate(schedule, self.request.costs))
+    def _on(self, placement: Placement) -> Schedule:
+        """Return the fastest order found on a placement, of known ones and of a search.
+
+        Raises:
+            UsageError: the limit is below what the placement needs.
+        """
+        p, chunks, most = placement.pipeline_size, placement.chunks, self.request.num_microbatches
+        whole = replace(self.request, chunks=chunks, group_size=None)
+        fused: list[Schedule] = []
+        orders: list[_Ranks] = []
+        if placement == looped(p):
+            fused, orders = [one_f_one_b(whole)], [self._repeated(one_f_one_b_block(p))]
+        elif placement == looped(p, chunks):
+            fused = [interleaved(whole)]
+            orders = [_without_w(order) for order in split_interleaved(p, most, chunks)]
+        elif placement == v_shape(p):
+            orders = [self._repeated(v_block(p, offsets)) for offsets, _ in _BLOCKS.values()]
+        known = [split_all(self._fused(order)) for order in fused]
+        known += [it for each in orders for it in self._known("auto", placement, each, most)]
+        seconds = _SECONDS[placement == v_shape(p)]
+        return search_placement(
+            "auto", placement, self.request, most, known=known, seconds=seconds, thorough=True
+        )
 
 
 _MOST_CHUNKS = 4
 _SECONDS = (1.0, 5.0)  # of a search on a placement, and on the V
+
+
+def _without_w(schedule: Schedule) -> _Ranks:
+    return [[p for p in rank if p.kind is not PassKind.W] for rank in schedule.ranks]
 
 
 def _with_lead(rank: Sequence[Pass], lead: int) -> list[Pass]:
@@ -284,3 +287,27 @@ def _with_lead(rank: Sequence[Pass], lead: int) -> list[Pass]:
             found += [*forwards[done : count + lead], p]
             done = max(done, min(count + lead, len(forwards)))
     return found + forwards[done:]
+
+
+def _runs(placement: Placement, ranks: _Ranks, slices: int) -> bool:
+    """Return whether no rank waits for ever in an order of F and B in turns."""
+    last = placement.num_stages - 1
+    there, back = [0] * (last + 1), [0] * (last + 1)  # F and B that have run, by stage
+    waiting = [list(reversed(rank)) for rank in ranks]
+
+    def is_ready(p: Pass) -> bool:
+        if p.kind is PassKind.F:
+            return p.stage == 0 or there[p.stage - 1] > p.microbatch
+        if p.stage == last:
+            return there[last] > p.microbatch // slices * slices + slices - 1
+        return back[p.stage + 1] > p.microbatch
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in waiting:
+            while rank and is_ready(rank[-1]):
+                p = rank.pop()
+                (there if p.kind is PassKind.F else back)[p.stage] += 1
+                moved = True
+    return not any(waiting)

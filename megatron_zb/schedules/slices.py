@@ -305,13 +305,14 @@ def _joined(group: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
 
 def in_units(schedule: Schedule, slicing: Slicing) -> Schedule:
     """Return a schedule whose passes count turns as one of units, under the rules of slices."""
-    n, units = slicing.slices, schedule.num_microbatches
-    turns = Turns(n, units)
+    n = slicing.slices
+    turns = list(Turns(n, schedule.num_microbatches))
+    units = [Unit(u, n) for u in range(schedule.num_microbatches)]
 
     def passes(rank: Sequence[Pass]) -> Iterator[Pass]:
         for kind, stage, k in rank:
             if kind is _F:
-                yield Pass(kind, stage, Unit(k, n))
+                yield Pass(kind, stage, units[k])
             elif not slicing.joins_weight or k % n == n - 1:
                 yield Pass(kind, stage, turns[k])
             elif kind is not _W:  # a joined W has no time before the last turn
@@ -360,8 +361,12 @@ class TurnCosts(SlicedCosts):
 
     def for_placement(self, placement: Placement) -> StageCosts:
         if placement not in self._tables:
-            self._tables[placement] = self._in_turns(super().for_placement(placement))
+            self._tables[placement] = self._in_turns(self.by_unit(placement))
         return self._tables[placement]
+
+    def by_unit(self, placement: Placement) -> StageCosts:
+        """Return the costs by stage and unit."""
+        return super().for_placement(placement)
 
     def _in_turns(self, table: StageCosts) -> StageCosts:
         n, rows = self.slicing.slices, table.microbatches
