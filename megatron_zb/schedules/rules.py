@@ -87,6 +87,10 @@ class Rules:
         """Return the number of units of a kind, of all ``units``."""
         return units
 
+    def whole_microbatches(self, schedule: Sizes) -> int:
+        """Return the number of microbatches, whatever the passes of a schedule count."""
+        return schedule.num_microbatches
+
     def turns(self, kind: Kind, units: range) -> Sequence[int]:
         """Return the units of a row that a rank has, in the order in which it runs them."""
         return units
@@ -249,7 +253,7 @@ def violation(
     Rules: *placement* (a pass runs on the rank of its stage), *completeness* (every stage and
     microbatch has one pass of each kind that is due; a fused backward counts as B and W), *order*
     (passes come after those of the same rank that they need), *microbatch order* (each kind takes
-    its turns, microbatches rise, so that sums are formed in 1F1B's order), *recomputation*, *offload*
+    units in turn, so that sums are formed in 1F1B's order), and *recomputation* and *offload*
     (a chosen pass runs once, in its place, with what it requires and without what it excludes).
     """
     return _Order(graph, rules, rank).violation(passes)

@@ -28,13 +28,14 @@ from megatron_zb.schedules.families import (
 )
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
-from megatron_zb.schedules.request import LimitTooSmall, Request
+from megatron_zb.schedules.request import LimitTooSmall, Request, keeps
 from megatron_zb.schedules.schedule import Report, Schedule
 from megatron_zb.schedules.search.place_w import fuse_all, place_weight_gradients, split_all
 from megatron_zb.schedules.search.placement_search import search_placement
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.sliced_bounds import sliced_bound
 from megatron_zb.schedules.slices import SlicedCosts, Slicing, TurnCosts, in_units
+
 
 def build_sliced(name: str, request: Request, slicing: Slicing) -> Schedule:
     """Build a named schedule of slices, with its report.
@@ -139,7 +140,7 @@ class _Search:
         if name == "1f1b":
             return self._fused(one_f_one_b(self.request))
         if name == "interleaved":
-            return self._fused(interleaved(self.request))
+            return self._fused(interleaved(self._grouped()))
         if name == "zb-h1":
             block, held = one_f_one_b_block(p), self._peak(p)
             held += (self.slicing.slices - 1) * bool(self.slicing.joins_weight)
@@ -148,6 +149,12 @@ class _Search:
         block, held = v_block(p, offsets), self._peak(peak_of(p))
         known = self._known(name, block.placement, self._repeated(block), held)
         return search_placement(name, block.placement, self.request, held, known=known)
+
+    def _grouped(self, chunks: int | None = None) -> Request:
+        """Return the request with groups that fill the pipeline and have whole microbatches."""
+        n = self.slicing.slices
+        group = self.request.group_size or n * -(-self.request.pipeline_size // n)
+        return replace(self.request, chunks=chunks or self.request.chunks, group_size=group)
 
     def _repeated(self, block: BuildingBlock) -> _Ranks:
         return block.repeat(self.request.num_microbatches)
@@ -175,9 +182,7 @@ class _Search:
                 fewest = lead + 1
         return found
 
-    def _filled(
-        self, name: str, placement: Placement, ranks: _Ranks, peak: float
-    ) -> Schedule:
+    def _filled(self, name: str, placement: Placement, ranks: _Ranks, peak: float) -> Schedule:
         """Return a delayed order of F and B with W in its gaps.
 
         Raises:
@@ -189,9 +194,7 @@ class _Search:
         self.request.check_feasible(name, self.request.limits(placement, peak), held)
         return place_weight_gradients(name, placement, order, self.request, peak)
 
-    def _known(
-        self, name: str, placement: Placement, ranks: _Ranks, peak: float
-    ) -> list[Schedule]:
+    def _known(self, name: str, placement: Placement, ranks: _Ranks, peak: float) -> list[Schedule]:
         """Return what :meth:`_filled` does, as an order to start from, or nothing if none fits."""
         try:
             return [split_all(self._filled(name, placement, ranks, peak))]
@@ -249,25 +252,31 @@ class _Search:
             UsageError: the limit is below what the placement needs.
         """
         p, chunks, most = placement.pipeline_size, placement.chunks, self.request.num_microbatches
-        whole = replace(self.request, chunks=chunks, group_size=None)
         fused: list[Schedule] = []
         orders: list[_Ranks] = []
         if placement == looped(p):
-            fused, orders = [one_f_one_b(whole)], [self._repeated(one_f_one_b_block(p))]
+            fused, orders = [one_f_one_b(self.request)], [self._repeated(one_f_one_b_block(p))]
         elif placement == looped(p, chunks):
-            fused = [interleaved(whole)]
+            fused = [interleaved(self._grouped(chunks))]
             orders = [_without_w(order) for order in split_interleaved(p, most, chunks)]
         elif placement == v_shape(p):
             orders = [self._repeated(v_block(p, offsets)) for offsets, _ in _BLOCKS.values()]
         known = [split_all(self._fused(order)) for order in fused]
         known += [it for each in orders for it in self._known("auto", placement, each, most)]
-        seconds = _SECONDS[placement == v_shape(p)]
+        is_v = placement == v_shape(p)
+        if 3 * most * placement.num_stages > _LARGE and not is_v:
+            limits = self.request.limits(placement, most)
+            timelines = [simulate(it, self.request.costs) for it in known]
+            fitting = [it for it in timelines if keeps(it.peak_memory, limits)]
+            if fitting:
+                return min(fitting, key=self.request.seconds).schedule
         return search_placement(
-            "auto", placement, self.request, most, known=known, seconds=seconds, thorough=True
+            "auto", placement, self.request, most, known=known, seconds=_SECONDS[is_v]
         )
 
 
 _MOST_CHUNKS = 4
+_LARGE = 24_000  # passes: known orders are good as they are, and a search takes long
 _SECONDS = (1.0, 5.0)  # of a search on a placement, and on the V
 
 

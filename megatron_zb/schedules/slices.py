@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import add
 from typing import Any, overload
 
@@ -53,11 +53,20 @@ class Unit(int):
 
 
 class Turns(Sequence[int]):
-    """Units in the order of B: microbatches rise, slices of each fall; of W, the first slices."""
+    """Units of a stage in the order of one kind of pass: microbatches rise.
 
-    def __init__(self, slices: int, units: int, *, first_only: bool = False) -> None:
+    Args:
+        slices: of a microbatch.
+        units: of all microbatches.
+        falls: the slices of a microbatch fall, as for B.
+        first_only: only the first slice of each, as for a joined W.
+    """
+
+    def __init__(
+        self, slices: int, units: int, *, falls: bool = True, first_only: bool = False
+    ) -> None:
         self._slices, self._step = slices, slices if first_only else 1
-        self._length = units // self._step
+        self._falls, self._length = falls and not first_only, units // self._step
 
     def __len__(self) -> int:
         return self._length
@@ -71,17 +80,15 @@ class Turns(Sequence[int]):
             return [self[k] for k in range(*turn.indices(self._length))]
         if not 0 <= turn < self._length:
             raise IndexError(turn)
-        if self._step > 1:
-            return Unit(turn * self._step, self._slices)
-        j, i = divmod(turn, self._slices)
-        return Unit(j * self._slices + self._slices - 1 - i, self._slices)
+        return Unit(self._mirrored(turn * self._step), self._slices)
 
     def index(self, unit: Any, start: int = 0, stop: int | None = None) -> int:
         """Return the turn of a unit."""
-        if self._step > 1:
-            return int(unit) // self._step
-        j, i = divmod(int(unit), self._slices)
-        return j * self._slices + self._slices - 1 - i
+        return self._mirrored(int(unit)) // self._step
+
+    def _mirrored(self, unit: int) -> int:
+        """Return the unit that mirrors another one within its microbatch, if slices fall."""
+        return unit + self._falls * (self._slices - 1 - 2 * (unit % self._slices))
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,9 @@ class Slicing:
             if not 0 <= share <= 1:
                 raise UsageError(f"slices: {name} is {share}: give a share from 0 to 1")
         if not 0 <= self.weight_loss < math.inf:
-            raise UsageError(f"slices: weight_loss is {self.weight_loss}: give a share, such as 0.1")
+            raise UsageError(
+                f"slices: weight_loss is {self.weight_loss}: give a share, such as 0.1"
+            )
 
     @classmethod
     def equal(cls, slices: int, **choices: Any) -> Slicing:
@@ -143,9 +152,7 @@ class Slicing:
             return 2.0 * time / (rest + math.sqrt(rest * rest + 4.0 * share * time))
 
         borders = [border(i / slices) for i in range(slices + 1)]
-        return replace(
-            rough, lengths=tuple(b - a for a, b in zip(borders, borders[1:], strict=False))
-        )
+        return replace(rough, lengths=tuple(b - a for a, b in pairwise(borders)))
 
     @property
     def slices(self) -> int:
@@ -173,7 +180,7 @@ class Slicing:
                     for attention in (self.attention, self._attention_backward)
                 ),
             )
-            for start, end in zip(shares, shares[1:], strict=False)
+            for start, end in pairwise(shares)
         )
 
     def costs(self, costs: Costs, num_microbatches: int) -> SlicedCosts:
@@ -223,10 +230,9 @@ class SlicedRules(TrainingRules):
 
     def turns(self, kind: Kind, units: range) -> Sequence[int]:
         """Return the units of a stage in the order of F, of B, or of W."""
-        if not kind.is_gradient:
-            return units
         joined = kind.kind is _W and bool(self.slicing.joins_weight)
-        return Turns(self.slicing.slices, len(units), first_only=joined)
+        n, falls = self.slicing.slices, kind.is_gradient
+        return Turns(n, len(units), falls=falls, first_only=joined)
 
     def unit_name(self, kind: PassKind) -> str:
         return "slice"
@@ -242,15 +248,26 @@ class SlicedRules(TrainingRules):
         words = super().message_in_words(placement, message._replace(microbatch=j))
         return f"{words}, slice {i}"
 
+    def whole_microbatches(self, schedule: Sizes) -> int:
+        return schedule.num_microbatches // self.slicing.slices
+
     def sizes_in_words(self, schedule: Sizes) -> str:
         slices = self.slicing.slices
-        return f"{schedule.num_microbatches // slices} microbatches of {slices} slices"
+        return f"{self.whole_microbatches(schedule)} microbatches of {slices} slices"
 
 
 def slicing_of(schedule: Schedule) -> Slicing | None:
     """Return how a schedule's microbatches are cut, None if they are whole."""
     rules = schedule.rules
     return rules.slicing if isinstance(rules, SlicedRules) else None
+
+
+def costs_of(schedule: Schedule, costs: Costs) -> Costs:
+    """Return the costs to simulate a schedule with, from those of whole microbatches."""
+    slicing = slicing_of(schedule)
+    if slicing is None:
+        return costs
+    return slicing.costs(costs, schedule.rules.whole_microbatches(schedule))
 
 
 @dataclass(frozen=True)
@@ -380,9 +397,8 @@ class TurnCosts(SlicedCosts):
         return _TurnTable(**_fields(table) | {"microbatches": tuple(found)}, slices=n)
 
     def _row(self, there: StageCosts, back: StageCosts) -> _TurnRow:
-        freed = back.memory[_HELD] if _HELD in back.memory else back.held_for_weight
-        if self.slicing.joins_weight and _HELD not in back.memory:
-            freed = (0.0,) * len(freed)
+        none = (0.0,) * len(back.held_for_weight)
+        freed = back.memory.get(_HELD, none) if self.slicing.joins_weight else back.held_for_weight
         tables = {
             name: getattr(back, name)
             for name in ("backward", "backward_hop", "weight", "held_for_weight", "whole")

@@ -279,7 +279,7 @@ def choose_action(
             ready = ready_at[code]
             if ready >= INFINITY:
                 continue
-            after = now
+            after, makes_room = now, False
             if half == 0:
                 if c < chunks - 1:
                     done = counts[base + chunks + c]
@@ -294,13 +294,13 @@ def choose_action(
                     if waiting == 0:
                         continue
                     # room only once the oldest W has run
-                    after = now + seconds[pending[r * chunks * m + head]]
+                    after, makes_room = now + seconds[pending[r * chunks * m + head]], True
             start = ready if ready > after else after
             own = score_of(priorities, kinds, k, r, position, ready - now, late)
             if start + own < best:
                 best = start + own
-                best_kind = k if after == now else weight
-                best_start = start if after == now else now
+                best_kind = weight if makes_room else k
+                best_start = now if makes_room else start
             if exchange is not None:
                 for d in range(chunks if half == 0 else 0):
                     other_mb = counts[base + chunks + d]
@@ -319,8 +319,8 @@ def choose_action(
                     value -= pair_priorities.gain * hides
                     if value < best:
                         best = value
-                        best_kind = kinds + c * chunks + d if after == now else weight
-                        best_start = begin if after == now else now
+                        best_kind = weight if makes_room else kinds + c * chunks + d
+                        best_start = now if makes_room else begin
     if waiting > 0:
         value = now - score[3 * kinds + 1] * (waiting - 1)
         value = value + score[weight] + score[kinds + weight] * position

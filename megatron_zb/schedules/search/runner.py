@@ -142,7 +142,7 @@ class Problem:
         )
 
     def _before(self, stage: int, memory: Memory) -> list[float]:
-        """Return a change of the first j microbatches, in the memory of an average one, for all j."""
+        """Return a change of the first j microbatches, in that of an average one, for all j."""
         m, mean = self.num_microbatches, self.costs.mean_activation[stage]
         if not self.costs.microbatches:
             return [0.0]
