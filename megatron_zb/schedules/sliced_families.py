@@ -29,12 +29,14 @@ from megatron_zb.schedules.families import (
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 from megatron_zb.schedules.request import LimitTooSmall, Request, keeps
+from megatron_zb.schedules.rules import TRAINING
 from megatron_zb.schedules.schedule import Report, Schedule
-from megatron_zb.schedules.search.place_w import fuse_all, place_weight_gradients, split_all
+from megatron_zb.schedules.search.place_w import place_weight_gradients, split_all
 from megatron_zb.schedules.search.placement_search import search_placement
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.sliced_bounds import sliced_bound
 from megatron_zb.schedules.slices import SlicedCosts, Slicing, TurnCosts, in_units
+from megatron_zb.schedules.stage_costs import StageCosts
 
 
 def build_sliced(name: str, request: Request, slicing: Slicing) -> Schedule:
@@ -189,8 +191,7 @@ class _Search:
             LimitTooSmall: it holds more than the peak, or the limit.
         """
         order = self._delayed(placement, ranks)
-        joined = Schedule(name, placement, self.request.num_microbatches, fuse_all(order))
-        held = simulate(split_all(joined), self.request.costs).peak_memory
+        held = _peaks(order, self.request.costs.for_placement(placement))
         self.request.check_feasible(name, self.request.limits(placement, peak), held)
         return place_weight_gradients(name, placement, order, self.request, peak)
 
@@ -320,3 +321,22 @@ def _runs(placement: Placement, ranks: _Ranks, slices: int) -> bool:
                 (there if p.kind is PassKind.F else back)[p.stage] += 1
                 moved = True
     return not any(waiting)
+
+
+def _peaks(ranks: _Ranks, costs: StageCosts) -> list[float]:
+    """Return the most memory of every rank with each W right behind its B."""
+    changes: dict[tuple[bool, int, int], float] = {}
+    kinds = TRAINING.by_kind
+    found = []
+    for rank in ranks:
+        held = most = 0.0
+        for kind, stage, turn in rank:
+            row, is_forward = costs.of(turn), kind is PassKind.F
+            key = is_forward, stage, id(row)
+            if key not in changes:
+                run = (PassKind.F,) if is_forward else (PassKind.B, PassKind.W)
+                changes[key] = sum(row.change(kinds[it].memory, stage) for it in run)
+            held += changes[key]
+            most = max(most, held)
+        found.append(most)
+    return found
