@@ -278,7 +278,7 @@ class _Search:
 
 _MOST_CHUNKS = 4
 _LARGE = 24_000  # passes: known orders are good as they are, and a search takes long
-_SECONDS = (1.0, 5.0)  # of a search on a placement, and on the V
+_SECONDS = (1.0, 3.0)  # of a search on a placement, and on the V
 
 
 def _without_w(schedule: Schedule) -> _Ranks:
