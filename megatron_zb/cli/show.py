@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_zb import files, schedules
@@ -14,6 +15,7 @@ from megatron_zb.parsing import flag_of, positive, seconds
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.slices import Slicing, costs_of
 
 # The choices that a schedule may have, as build() and the command line name them.
 _CHOICES = ("memory_limit", "chunks", "group_size")
@@ -40,6 +42,7 @@ examples:
   megatron-zb show auto --pipeline-size 8 --num-microbatches 16 --memory-limit 0.5
   megatron-zb show v-half --pipeline-size 8 --num-microbatches 16 --output v-half.html
   megatron-zb show v-half --pipeline-size 4 --num-microbatches 8 --cut-output 2
+  megatron-zb show v-zb --pipeline-size 8 --num-microbatches 8 --slices 8 --attention 0.5
   megatron-zb show --csv table.csv
   megatron-zb show dualpipe-v --pipeline-size 4 --num-microbatches 10 --forward-comm 0.5 \\
       --backward-comm 0.5
@@ -113,6 +116,21 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
         metavar="G",
         help="microbatches that pass a chunk together (interleaved; default P)",
     )
+    choices.add_argument(
+        "--slices",
+        type=_slicing,
+        metavar="N",
+        help="token slices: cut each microbatch along the sequence into N parts, or into parts of "
+        "these lengths, such as 5,4,3,2",
+    )
+    choices.add_argument(
+        "--attention",
+        type=seconds,
+        default=0.0,
+        metavar="X",
+        help="with --slices: share of the attention between tokens in forward and input gradient, "
+        "which grows with the tokens before a slice (default 0)",
+    )
     costs = command.add_argument_group("time of one microbatch on one rank, in any unit")
     for name, what in (
         ("forward", "forward pass"),
@@ -164,6 +182,14 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _slicing(text: str) -> Slicing:
+    """Parse a number of slices, or their lengths."""
+    lengths = text.split(",")
+    if len(lengths) == 1:
+        return Slicing.equal(positive(text))
+    return Slicing(tuple(map(seconds, lengths)))
+
+
 def show(arguments: argparse.Namespace) -> None:
     """Draw a schedule in the terminal or into a file.
 
@@ -204,6 +230,8 @@ def _save_page(path: Path, arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"there is no page for {arguments.name}: give a name that ends in .png or .svg"
         )
+    if arguments.slices is not None:
+        raise UsageError("there is no page for slices: give a name that ends in .png or .svg")
     from megatron_zb.drawing import html_page
     from megatron_zb.drawing.html_page import save_schedule
 
@@ -236,6 +264,8 @@ def export(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"a csv table has no passes of {arguments.name}: give --format chrome-trace"
         )
+    if arguments.format == "csv" and arguments.slices is not None:
+        raise UsageError("a csv table of torch has no slices: give --format chrome-trace")
     timeline = _timeline(arguments)
     if arguments.format == "csv":
         text = interchange.to_csv(timeline.schedule)
@@ -276,7 +306,8 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
     for extension in extensions():
         extension.check(arguments)
     ranks, microbatches = arguments.pipeline_size, arguments.num_microbatches
-    _check_drawn(arguments.name, ranks, microbatches, most)
+    slices = 1 if arguments.slices is None else arguments.slices.slices
+    _check_drawn(arguments.name, ranks, microbatches * slices, most)
     with told_if_slow(
         f"putting the passes of {microbatches} microbatches on {ranks} ranks in order"
     ):
@@ -301,17 +332,22 @@ def _enough(ranks: int, most: int) -> int:
 def _built(arguments: argparse.Namespace) -> schedules.Timeline:
     extension = extension_of(arguments.name)
     if extension is not None:
+        if arguments.slices is not None:
+            raise UsageError(f"{arguments.name} has no slices: leave --slices out")
         return extension.timeline(arguments)
     _check_states(arguments)
-    costs = _costs(arguments, arguments.pipeline_size)
+    costs, slicing = _costs(arguments, arguments.pipeline_size), Slicing.equal(1)
+    if arguments.slices is not None:
+        slicing = replace(arguments.slices, attention=arguments.attention)
     schedule = schedules.build(
         arguments.name,
         pipeline_size=arguments.pipeline_size,
         num_microbatches=arguments.num_microbatches,
         costs=costs,
+        slices=slicing,
         **{name: getattr(arguments, name) for name in _CHOICES},
     )
-    return schedules.simulate(schedule, costs)
+    return schedules.simulate(schedule, costs_of(schedule, costs))
 
 
 def _check_states(arguments: argparse.Namespace) -> None:
@@ -340,7 +376,7 @@ def _table(arguments: argparse.Namespace) -> schedules.Schedule:
         raise UsageError(f"give either {arguments.name} or --csv FILE: two schedules were named")
     if arguments.pipeline_size is not None or arguments.num_microbatches is not None:
         raise UsageError("--csv FILE has its own sizes: leave the sizes out")
-    for choice in _CHOICES:
+    for choice in (*_CHOICES, "slices"):
         if getattr(arguments, choice) is not None:
             flag = flag_of(choice)
             raise UsageError(f"--csv FILE is a finished schedule: leave {flag} out")

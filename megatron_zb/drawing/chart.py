@@ -94,7 +94,8 @@ def microbatch(timeline: Timeline) -> float:
 
 def one_f_one_b_peak(timeline: Timeline) -> int:
     """Count the microbatches on 1F1B's first rank: one for every rank, or all if fewer."""
-    return min(timeline.schedule.placement.pipeline_size, timeline.schedule.num_microbatches)
+    schedule = timeline.schedule
+    return min(schedule.placement.pipeline_size, schedule.rules.whole_microbatches(schedule))
 
 
 def _line(timeline: Timeline, rank: int) -> MemoryLine:
@@ -282,5 +283,6 @@ def title_of(timeline: Timeline) -> str:
     bubble = f"{schedule.name}: {sizes}; bubble rate {timeline.bubble_rate:.1%}"
     if schedule.rules.has_steps:
         return bubble
-    peak, stock = max(timeline.peak_activation), one_f_one_b_peak(timeline)
+    stock, counted = one_f_one_b_peak(timeline), schedule.num_microbatches
+    peak = max(timeline.peak_activation) * schedule.rules.whole_microbatches(schedule) / counted
     return f"{bubble}; peak activation memory {peak:g} microbatches ({peak / stock:.2f} of 1F1B's)"

@@ -19,6 +19,8 @@ from megatron_zb.schedules.request import Limit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
 from megatron_zb.schedules.search.place_vocabulary import search_with_vocabulary, with_embedding
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.sliced_families import build_sliced
+from megatron_zb.schedules.slices import Slicing
 
 _ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
 _CONTROLLABLE = "Pipeline Parallelism with Controllable Memory, arXiv 2405.15362"
@@ -328,6 +330,7 @@ def build(
     placement: Placement | None = None,
     back_to_back: bool = False,
     quick: bool = False,
+    slices: int | Slicing = 1,
 ) -> Schedule:
     """Build a named schedule for the given costs.
 
@@ -349,6 +352,8 @@ def build(
             with optimizer post-validation: the next one fills the waits at the ends of this one.
         quick: let ``auto`` look at its ``placement`` for half a second alone; without it the
             result is as fast or faster.
+        slices: of each microbatch along its sequence, of equal lengths if a number; passes then
+            count slices (:mod:`slices`).
 
     Returns:
         The schedule, validated, with its :class:`Report`.
@@ -388,6 +393,9 @@ def build(
         back_to_back=back_to_back,
         quick=quick,
     )
+    slicing = Slicing.equal(slices) if isinstance(slices, int) else slices
+    if slicing.slices > 1:
+        return build_sliced(chosen.name, replace(request, costs=costs), slicing)
     schedule = (chosen.build if searched.vocabulary is None else _with_vocabulary(chosen))(request)
     for part in costs.parts:
         assert isinstance(part, Part)

@@ -87,6 +87,14 @@ class Rules:
         """Return the number of units of a kind, of all ``units``."""
         return units
 
+    def whole_microbatches(self, schedule: Sizes) -> int:
+        """Return the number of microbatches, whatever the passes of a schedule count."""
+        return schedule.num_microbatches
+
+    def turns(self, kind: Kind, units: range) -> Sequence[int]:
+        """Return the units of a row that a rank has, in the order in which it runs them."""
+        return units
+
     def unit_name(self, kind: PassKind) -> str:
         """Name the unit that a pass of a kind works on."""
         return "microbatch"
@@ -244,8 +252,8 @@ def violation(
 
     Rules: *placement* (a pass runs on the rank of its stage), *completeness* (every stage and
     microbatch has one pass of each kind that is due; a fused backward counts as B and W), *order*
-    (passes come after those of the same rank that they need), *microbatch order* (each kind rises
-    with the microbatch, so that sums are formed in 1F1B's order), and *recomputation* and *offload*
+    (passes come after those of the same rank that they need), *microbatch order* (each kind takes
+    units in turn, so that sums are formed in 1F1B's order), and *recomputation* and *offload*
     (a chosen pass runs once, in its place, with what it requires and without what it excludes).
     """
     return _Order(graph, rules, rank).violation(passes)
@@ -257,7 +265,10 @@ class _Order:
     def __init__(self, graph: TaskGraph, rules: Rules, rank: int) -> None:
         self._graph, self._rules, self._rank = graph, rules, rank
         self._rows = graph.number[rank]
-        self._last = dict.fromkeys(self._rows.values(), -1)  # unit that ran last, by row
+        self._turns = {
+            row: rules.turns(graph.rows[row].kind, graph.rows[row].units_on(rank))
+            for row in self._rows.values()
+        }
         self._count = dict.fromkeys(self._rows.values(), 0)
         self._makers = {
             row: [maker for maker in graph.order_rules[row] if rank in graph.rows[maker].ranks]
@@ -278,21 +289,24 @@ class _Order:
                 self._chosen.add(p)
                 continue
             for role in self._graph.roles[row]:
-                if p.microbatch != self._expected(role):
+                if self._expected(role) != p.microbatch:
                     return Violation("microbatch order", self._out_of_turn(role), position)
             needed = self._missing(row, p)
             if needed is not None:
                 return Violation(kind.rule, self._rules.not_yet(p, needed), position)
             for role in self._graph.roles[row]:
-                self._last[role] = p.microbatch
                 self._count[role] += 1
         return self._incomplete()
 
-    def _expected(self, row: int) -> int:
-        """Return the next unit of a row on this rank."""
-        ranks = self._graph.rows[row].ranks
-        last = self._last[row]
-        return ranks.index(self._rank) if last < 0 else last + len(ranks)
+    def _expected(self, row: int) -> int | None:
+        """Return the next unit of a row on this rank, None if there is none left."""
+        turns, count = self._turns[row], self._count[row]
+        return turns[count] if count < len(turns) else None
+
+    def _has_run(self, row: int, unit: int) -> bool:
+        """Return whether a unit of a row has run on this rank."""
+        turns, count = self._turns[row], self._count[row]
+        return count > 0 and turns.index(unit) < count
 
     def _misplaced(self, p: Pass, row: int | None, position: int) -> Violation:
         stages, kind = self._graph.placement.num_stages, self._rules.kind(p.kind)
@@ -316,22 +330,20 @@ class _Order:
 
     def _out_of_turn(self, row: int) -> str:
         kind, stage, _, _ = self._graph.rows[row]
-        if self._count[row] == len(self._units(row)):
+        expected = self._expected(row)
+        if expected is None:
             return f"there is no {kind.kind} of stage {stage} left to run on this rank"
-        unit = f"{self._rules.unit_name(kind.kind)} {self._expected(row)}"
+        unit = f"{self._rules.unit_name(kind.kind)} {expected}"
         return f"the next {kind.kind} of stage {stage} is {unit}"
-
-    def _units(self, row: int) -> range:
-        return self._graph.rows[row].units_on(self._rank)
 
     def _missing(self, row: int, p: Pass) -> Pass | None:
         """Return a pass of this rank that must have run before, None if all have."""
         units = self._graph.units
-        late = [maker for maker in self._makers[row] if self._last[maker] < p.microbatch]
+        late = [maker for maker in self._makers[row] if not self._has_run(maker, p.microbatch)]
         makers = [maker * units + p.microbatch for maker in late]
         for code in (*makers, *self._graph.more.get(row * units + p.microbatch, ())):
             maker, unit = divmod(code, units)
-            if self._graph.rank_of(code) == self._rank and self._last[maker] < unit:
+            if self._graph.rank_of(code) == self._rank and not self._has_run(maker, unit):
                 kind, stage, _, _ = self._graph.rows[maker]
                 return Pass(kind.kind, stage, unit)
         return None
@@ -340,9 +352,9 @@ class _Order:
         """Return why a chosen pass cannot run here, None if it can."""
         needs = [need.role for need in kind.needs]
         for role in needs:
-            if not self._has_run(role, p) and not self._is_chosen(role):
+            if not self._role_has_run(role, p) and not self._is_chosen(role):
                 return f"its {role} has not run yet"
-        if kind.before is not None and self._has_run(kind.before, p):
+        if kind.before is not None and self._role_has_run(kind.before, p):
             return f"its {kind.before} has run already"
         if p in self._chosen:
             return "it has run before"
@@ -357,13 +369,13 @@ class _Order:
         kind = self._rules.kind(role)
         return kind is not None and kind.due is Due.CHOSEN
 
-    def _has_run(self, role: PassKind, p: Pass) -> bool:
-        return self._last.get(self._rows[role, p.stage], -1) >= p.microbatch
+    def _role_has_run(self, role: PassKind, p: Pass) -> bool:
+        return self._has_run(self._rows[role, p.stage], p.microbatch)
 
     def _incomplete(self) -> Violation | None:
         for row, count in self._count.items():
             kind, stage, _, _ = self._graph.rows[row]
-            wanted = len(self._units(row))
+            wanted = len(self._turns[row])
             if kind.due in (Due.ALWAYS, Due.TRAINING) and count != wanted:
                 why = f"{count} of {wanted} {kind.kind} passes are listed"
                 return Violation("completeness", why, stage=stage)

@@ -458,7 +458,8 @@ class _Prices:
         self.all = (none, none) if costs is None else self._of(costs)
         self.of_units: list[tuple[list[float], list[float]]] = []
         if costs is not None and costs.microbatches:
-            found = {id(row): self._of(row) for row in costs.microbatches}
+            distinct = {id(row): row for row in costs.microbatches}
+            found = {key: self._of(row) for key, row in distinct.items()}
             self.of_units = [found[id(row)] for row in costs.microbatches]
 
     def _of(self, costs: StageCosts) -> tuple[list[float], list[float]]:

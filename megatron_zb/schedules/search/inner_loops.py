@@ -31,7 +31,8 @@ class Graph(NamedTuple):
     ``stage_at[r * chunks + c]`` is the stage of chunk c on rank r, ``limit[r]`` the memory of rank
     r, ``work[r]`` the seconds of all its passes; ``tail_seconds[r]`` follow the last pass of rank r
     before it counts as done. Unless all microbatches are ``alike``, ``before[s * (m + 1) + j]`` is
-    how many average ones the first j are on stage s, by their memory.
+    how many average ones the first j are on stage s, by their memory, and ``freed`` how many the
+    first j backwards free.
     """
 
     pipeline_size: int
@@ -50,6 +51,7 @@ class Graph(NamedTuple):
     tail_seconds: Any
     alike: bool
     before: Any
+    freed: Any
 
 
 class Priorities(NamedTuple):
@@ -250,7 +252,7 @@ def choose_action(
     p, chunks, m = graph.pipeline_size, graph.chunks, graph.num_microbatches
     seconds, memory, limit = graph.seconds, graph.memory, graph.limit
     stage_at, quota, score = graph.stage_at, priorities.quota, priorities.score
-    alike, before = graph.alike, graph.before
+    alike, before, freed = graph.alike, graph.before, graph.freed
     counts, ready_at, pending = space.counts, space.ready, space.pending
     block, kinds, base = p * chunks * m, 2 * chunks + 1, r * (2 * chunks + 3)
     weight = 2 * chunks  # the kind of W
@@ -277,7 +279,7 @@ def choose_action(
             ready = ready_at[code]
             if ready >= INFINITY:
                 continue
-            after = now
+            after, makes_room = now, False
             if half == 0:
                 if c < chunks - 1:
                     done = counts[base + chunks + c]
@@ -285,20 +287,20 @@ def choose_action(
                         in_flight = mb + 1.0 - done
                     else:
                         row = stage_at[r * chunks + c] * (m + 1)
-                        in_flight = before[row + mb + 1] - before[row + done]
+                        in_flight = before[row + mb + 1] - freed[row + done]
                     if in_flight > quota[r * chunks + c]:
                         continue
                 if space.held[r] + memory[code] > limit[r]:
                     if waiting == 0:
                         continue
                     # room only once the oldest W has run
-                    after = now + seconds[pending[r * chunks * m + head]]
+                    after, makes_room = now + seconds[pending[r * chunks * m + head]], True
             start = ready if ready > after else after
             own = score_of(priorities, kinds, k, r, position, ready - now, late)
             if start + own < best:
                 best = start + own
-                best_kind = k if after == now else weight
-                best_start = start if after == now else now
+                best_kind = weight if makes_room else k
+                best_start = now if makes_room else start
             if exchange is not None:
                 for d in range(chunks if half == 0 else 0):
                     other_mb = counts[base + chunks + d]
@@ -317,8 +319,8 @@ def choose_action(
                     value -= pair_priorities.gain * hides
                     if value < best:
                         best = value
-                        best_kind = kinds + c * chunks + d if after == now else weight
-                        best_start = begin if after == now else now
+                        best_kind = weight if makes_room else kinds + c * chunks + d
+                        best_start = now if makes_room else begin
     if waiting > 0:
         value = now - score[3 * kinds + 1] * (waiting - 1)
         value = value + score[weight] + score[kinds + weight] * position

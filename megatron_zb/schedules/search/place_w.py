@@ -295,8 +295,8 @@ def _needs(order: list[list[Pass]], costs: StageCosts) -> list[float]:
     for passes in order:
         held = most = 0.0
         for p in passes:
-            activation = costs.of(p.microbatch).activation[p.stage]
-            held += activation if p.kind is PassKind.F else -activation
+            change = 1 if p.kind is PassKind.F else -1
+            held += costs.of(p.microbatch).change((("activation", change),), p.stage)
             most = max(most, held)
         needs.append(most)
     return needs

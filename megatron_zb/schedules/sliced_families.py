@@ -1,0 +1,342 @@
+"""Named schedules of slices, built from those of microbatches.
+
+A fixed order becomes one of slices by more forwards before each backward: all slices of a
+microbatch have passed the last stage before its first B. Searches see slices as microbatches whose
+B come in turns (:mod:`slices`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.auto import candidates
+from megatron_zb.schedules.families import (
+    BuildingBlock,
+    interleaved,
+    one_f_one_b,
+    one_f_one_b_block,
+    split_interleaved,
+    v_block,
+    v_half_offsets,
+    v_half_peak,
+    v_min_offsets,
+    v_min_peak,
+    v_zb_offsets,
+)
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import Placement, looped, v_shape
+from megatron_zb.schedules.request import LimitTooSmall, Request, keeps
+from megatron_zb.schedules.rules import TRAINING
+from megatron_zb.schedules.schedule import Report, Schedule
+from megatron_zb.schedules.search.place_w import place_weight_gradients, split_all
+from megatron_zb.schedules.search.placement_search import search_placement
+from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.sliced_bounds import sliced_bound
+from megatron_zb.schedules.slices import SlicedCosts, Slicing, TurnCosts, in_units
+from megatron_zb.schedules.stage_costs import StageCosts
+
+
+def build_sliced(name: str, request: Request, slicing: Slicing) -> Schedule:
+    """Build a named schedule of slices, with its report.
+
+    Where ``slicing`` leaves it open, W of a microbatch are joined if that is faster, which takes
+    a ``weight_loss``.
+
+    Args:
+        name: of the schedule, as in the catalog.
+        request: for whole microbatches.
+        slicing: of each of them.
+
+    Raises:
+        UsageError: the schedule has no slices, the costs are of what slices do not serve, or a
+            limit is below what the schedule needs.
+    """
+    _check(name, request)
+    forms = [bool(slicing.joins_weight)]
+    if slicing.joins_weight is None:
+        may_join = name not in _FIXED and slicing.weight_loss > 0
+        forms = [True, False] if may_join else [False]
+    found: list[tuple[float, Schedule]] = []
+    refused: list[LimitTooSmall] = []
+    for joined in forms:
+        cut = replace(slicing, joins_weight=joined)
+        units = replace(
+            request,
+            num_microbatches=request.num_microbatches * cut.slices,
+            costs=cut.costs(request.costs, request.num_microbatches),
+        )
+        try:
+            schedule = _built(name, units, cut)
+        except LimitTooSmall as error:
+            refused.append(error)
+        else:
+            assert schedule.report is not None
+            found.append((schedule.report.period or schedule.report.makespan, schedule))
+    if not found:
+        raise min(refused, key=lambda error: error.needed)
+    return min(found, key=lambda entry: entry[0])[1]
+
+
+_FIXED = ("1f1b", "interleaved", "zb-h1")
+_BLOCKS = {
+    "v-min": (v_min_offsets, v_min_peak),
+    "v-half": (v_half_offsets, v_half_peak),
+    "v-zb": (v_zb_offsets, lambda p: p),
+}
+
+
+def _check(name: str, request: Request) -> None:
+    costs = request.costs
+    known = (*_FIXED, *_BLOCKS, "auto")
+    if name not in known:
+        raise UsageError(f"{name} has no slices: give one of {', '.join(known)}")
+    unserved = {
+        "communication in F and B": any(costs.forward_comm) or any(costs.backward_comm),
+        "recomputation or offload": costs.has_states,
+        "a vocabulary-parallel output layer": costs.vocabulary is not None,
+        "further passes": bool(costs.parts),
+    }
+    for what, given in unserved.items():
+        if given:
+            raise UsageError(f"{name} with slices: costs have {what}: leave it out, or the slices")
+
+
+def _built(name: str, request: Request, slicing: Slicing) -> Schedule:
+    """Build one form of W, of a request for units."""
+    costs = request.costs
+    assert isinstance(costs, SlicedCosts)
+    values = {it.name: getattr(costs, it.name) for it in fields(SlicedCosts)}
+    turns = replace(request, costs=TurnCosts(**values))
+    search = _Search(turns, slicing)
+    schedule = replace(in_units(search.schedule(name), slicing), name=name)
+    schedule.check_ranks()
+    timeline = simulate(schedule, costs)
+    users = request.limit.per_rank(costs)
+    if users is not None:
+        request.check_feasible(name, users, timeline.peak_memory)
+    allowed = users or timeline.peak_memory
+    sizes = (schedule.placement, timeline.costs, allowed, slicing.slices)
+    bound = sliced_bound(*sizes, joined=bool(slicing.joins_weight))
+    period = timeline.period if request.back_to_back else None
+    return replace(schedule, report=Report(timeline.makespan, bound, period))
+
+
+_Ranks: TypeAlias = Sequence[Sequence[Pass]]
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Builders of orders in turns."""
+
+    request: Request
+    slicing: Slicing
+
+    def schedule(self, name: str) -> Schedule:
+        """Return a named schedule, in turns."""
+        p = self.request.pipeline_size
+        if name == "auto":
+            return self._auto()
+        if name == "1f1b":
+            return self._fused(one_f_one_b(self.request))
+        if name == "interleaved":
+            return self._fused(interleaved(self._grouped()))
+        if name == "zb-h1":
+            block, held = one_f_one_b_block(p), self._peak(p)
+            held += (self.slicing.slices - 1) * bool(self.slicing.joins_weight)
+            return self._filled(name, block.placement, self._repeated(block), held)
+        offsets, peak_of = _BLOCKS[name]
+        block, held = v_block(p, offsets), self._peak(peak_of(p))
+        known = self._known(name, block.placement, self._repeated(block), held)
+        return search_placement(name, block.placement, self.request, held, known=known)
+
+    def _grouped(self, chunks: int | None = None) -> Request:
+        """Return the request with groups that fill the pipeline and have whole microbatches."""
+        n = self.slicing.slices
+        group = self.request.group_size or n * -(-self.request.pipeline_size // n)
+        return replace(self.request, chunks=chunks or self.request.chunks, group_size=group)
+
+    def _repeated(self, block: BuildingBlock) -> _Ranks:
+        return block.repeat(self.request.num_microbatches)
+
+    def _peak(self, microbatches: float) -> float:
+        """Return the units of a peak: all slices of a microbatch are held before its first B."""
+        return microbatches + self.slicing.slices - 1
+
+    def _fused(self, schedule: Schedule) -> Schedule:
+        ranks = self._delayed(schedule.placement, schedule.ranks)
+        return replace(schedule, ranks=tuple(map(tuple, ranks)))
+
+    def _delayed(self, placement: Placement, ranks: _Ranks) -> list[list[Pass]]:
+        """Return an order of F and B, or BW, with as many F before each B as slices need."""
+        n = self.slicing.slices
+        fewest = most = n - 1
+        while not _runs(placement, found := [_with_lead(rank, most) for rank in ranks], n):
+            fewest, most = most + 1, 2 * most + 1
+        while fewest < most:
+            lead = (fewest + most) // 2
+            orders = [_with_lead(rank, lead) for rank in ranks]
+            if _runs(placement, orders, n):
+                most, found = lead, orders
+            else:
+                fewest = lead + 1
+        return found
+
+    def _filled(self, name: str, placement: Placement, ranks: _Ranks, peak: float) -> Schedule:
+        """Return a delayed order of F and B with W in its gaps.
+
+        Raises:
+            LimitTooSmall: it holds more than the peak, or the limit.
+        """
+        order = self._delayed(placement, ranks)
+        held = _peaks(order, self.request.costs.for_placement(placement))
+        self.request.check_feasible(name, self.request.limits(placement, peak), held)
+        return place_weight_gradients(name, placement, order, self.request, peak)
+
+    def _known(self, name: str, placement: Placement, ranks: _Ranks, peak: float) -> list[Schedule]:
+        """Return what :meth:`_filled` does, as an order to start from, or nothing if none fits."""
+        try:
+            return [split_all(self._filled(name, placement, ranks, peak))]
+        except LimitTooSmall:
+            return []
+
+    def _auto(self) -> Schedule:
+        """Return the fastest schedule found on all placements, as ``auto`` of whole microbatches.
+
+        Raises:
+            UsageError: no placement fits under the limit.
+        """
+        request = self.request
+        if request.limit.per_rank(request.costs) is None:
+            request = replace(request, limit=replace(request.limit, share=1.0))
+        search = replace(self, request=request)
+        best: tuple[float, Schedule] | None = None
+        refused: list[UsageError] = []
+        for placement in candidates(request):
+            if placement.chunks > _MOST_CHUNKS and request.chunks is None:
+                continue
+            if best is not None and search._bound(placement) >= best[0]:
+                continue
+            try:
+                found = search._on(placement)
+            except UsageError as error:
+                refused.append(error)
+                continue
+            seconds = request.seconds(simulate(found, request.costs))
+            if best is None or seconds < best[0]:
+                best = seconds, found
+        if best is None:
+            short = [error for error in refused if isinstance(error, LimitTooSmall)]
+            raise min(short, key=lambda error: error.needed, default=refused[0])
+        return best[1]
+
+    def _bound(self, placement: Placement) -> float:
+        """Return a lower bound in seconds for any order on a placement."""
+        costs = self.request.costs
+        assert isinstance(costs, TurnCosts)
+        limit = self.request.limits(placement, float(self.request.num_microbatches))
+        return sliced_bound(
+            placement,
+            costs.by_unit(placement),
+            limit,
+            self.slicing.slices,
+            joined=bool(self.slicing.joins_weight),
+            back_to_back=self.request.back_to_back,
+        )
+
+    def _on(self, placement: Placement) -> Schedule:
+        """Return the fastest order found on a placement, of known ones and of a search.
+
+        Raises:
+            UsageError: the limit is below what the placement needs.
+        """
+        p, chunks, most = placement.pipeline_size, placement.chunks, self.request.num_microbatches
+        fused: list[Schedule] = []
+        orders: list[_Ranks] = []
+        if placement == looped(p):
+            fused, orders = [one_f_one_b(self.request)], [self._repeated(one_f_one_b_block(p))]
+        elif placement == looped(p, chunks):
+            fused = [interleaved(self._grouped(chunks))]
+            orders = [_without_w(order) for order in split_interleaved(p, most, chunks)]
+        elif placement == v_shape(p):
+            orders = [self._repeated(v_block(p, offsets)) for offsets, _ in _BLOCKS.values()]
+        known = [split_all(self._fused(order)) for order in fused]
+        known += [it for each in orders for it in self._known("auto", placement, each, most)]
+        is_v = placement == v_shape(p)
+        if 3 * most * placement.num_stages > _LARGE and not is_v:
+            limits = self.request.limits(placement, most)
+            timelines = [simulate(it, self.request.costs) for it in known]
+            fitting = [it for it in timelines if keeps(it.peak_memory, limits)]
+            if fitting:
+                return min(fitting, key=self.request.seconds).schedule
+        return search_placement(
+            "auto", placement, self.request, most, known=known, seconds=_SECONDS[is_v]
+        )
+
+
+_MOST_CHUNKS = 4
+_LARGE = 24_000  # passes: known orders are good as they are, and a search takes long
+_SECONDS = (1.0, 3.0)  # of a search on a placement, and on the V
+
+
+def _without_w(schedule: Schedule) -> _Ranks:
+    return [[p for p in rank if p.kind is not PassKind.W] for rank in schedule.ranks]
+
+
+def _with_lead(rank: Sequence[Pass], lead: int) -> list[Pass]:
+    """Return an order with so many more F before each B, while there are any."""
+    forwards = [p for p in rank if p.kind is PassKind.F]
+    found: list[Pass] = []
+    count = done = 0
+    for p in rank:
+        if p.kind is PassKind.F:
+            count += 1
+        else:
+            found += [*forwards[done : count + lead], p]
+            done = max(done, min(count + lead, len(forwards)))
+    return found + forwards[done:]
+
+
+def _runs(placement: Placement, ranks: _Ranks, slices: int) -> bool:
+    """Return whether no rank waits for ever in an order of F and B in turns."""
+    last = placement.num_stages - 1
+    there, back = [0] * (last + 1), [0] * (last + 1)  # F and B that have run, by stage
+    waiting = [list(reversed(rank)) for rank in ranks]
+
+    def is_ready(p: Pass) -> bool:
+        if p.kind is PassKind.F:
+            return p.stage == 0 or there[p.stage - 1] > p.microbatch
+        if p.stage == last:
+            return there[last] > p.microbatch // slices * slices + slices - 1
+        return back[p.stage + 1] > p.microbatch
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in waiting:
+            while rank and is_ready(rank[-1]):
+                p = rank.pop()
+                (there if p.kind is PassKind.F else back)[p.stage] += 1
+                moved = True
+    return not any(waiting)
+
+
+def _peaks(ranks: _Ranks, costs: StageCosts) -> list[float]:
+    """Return the most memory of every rank with each W right behind its B."""
+    changes: dict[tuple[bool, int, int], float] = {}
+    kinds = TRAINING.by_kind
+    found = []
+    for rank in ranks:
+        held = most = 0.0
+        for kind, stage, turn in rank:
+            row, is_forward = costs.of(turn), kind is PassKind.F
+            key = is_forward, stage, id(row)
+            if key not in changes:
+                run = (PassKind.F,) if is_forward else (PassKind.B, PassKind.W)
+                changes[key] = sum(row.change(kinds[it].memory, stage) for it in run)
+            held += changes[key]
+            most = max(most, held)
+        found.append(most)
+    return found

@@ -1,0 +1,411 @@
+"""Token slices: a microbatch is cut along the sequence, and stages work on one slice at a time.
+
+Unit ``j * n + i`` is slice i of microbatch j, and stands where passes have their microbatch. With
+causal attention, F of a slice needs the keys and values of the slices before it, and B the
+gradients that the slices behind it leave for them. So F of a stage takes the slices of a microbatch
+in order, and B and W in reverse (*Seq1F1B*, arXiv 2406.03488). W of a microbatch may instead
+run once, on all slices put together (as in *2BP*, arXiv 2405.18047).
+
+An order is searched for in *turns*: its k-th B and W of a stage count as those of microbatch k, as
+if slices were microbatches, at the costs of the unit whose turn it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from operator import add
+from typing import Any, overload
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.costs import Costs, Scale
+from megatron_zb.schedules.kinds import TRAINING_KINDS, Kind, Memory
+from megatron_zb.schedules.passes import Message, Pass, PassKind
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.rules import Sizes, TrainingRules
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.stage_costs import StageCosts
+
+_F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
+
+MOST_SLICES = 1024
+
+
+class Unit(int):
+    """Slice i of microbatch j as the number ``j * n + i``, written ``j.i``."""
+
+    slices: int
+
+    def __new__(cls, value: int, slices: int) -> Unit:
+        """Return a unit of a microbatch with so many slices."""
+        unit = super().__new__(cls, value)
+        unit.slices = slices
+        return unit
+
+    def __reduce__(self) -> tuple[type[Unit], tuple[int, int]]:
+        return type(self), (int(self), self.slices)
+
+    def __str__(self) -> str:
+        return "{}.{}".format(*divmod(int(self), self.slices))
+
+
+class Turns(Sequence[int]):
+    """Units of a stage in the order of one kind of pass: microbatches rise.
+
+    Args:
+        slices: of a microbatch.
+        units: of all microbatches.
+        falls: the slices of a microbatch fall, as for B.
+        first_only: only the first slice of each, as for a joined W.
+    """
+
+    def __init__(
+        self, slices: int, units: int, *, falls: bool = True, first_only: bool = False
+    ) -> None:
+        self._slices, self._step = slices, slices if first_only else 1
+        self._falls, self._length = falls and not first_only, units // self._step
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, turn: int) -> int: ...
+    @overload
+    def __getitem__(self, turn: slice) -> Sequence[int]: ...
+    def __getitem__(self, turn: int | slice) -> int | Sequence[int]:
+        if isinstance(turn, slice):
+            return [self[k] for k in range(*turn.indices(self._length))]
+        if not 0 <= turn < self._length:
+            raise IndexError(turn)
+        return Unit(self._mirrored(turn * self._step), self._slices)
+
+    def index(self, unit: Any, start: int = 0, stop: int | None = None) -> int:
+        """Return the turn of a unit."""
+        return self._mirrored(int(unit)) // self._step
+
+    def _mirrored(self, unit: int) -> int:
+        """Return the unit that mirrors another one within its microbatch, if slices fall."""
+        return unit + self._falls * (self._slices - 1 - 2 * (unit % self._slices))
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """Slices of a microbatch: their lengths, in tokens or as shares, and how W runs.
+
+    Args:
+        lengths: of the slices, in the order of the sequence.
+        attention: share of the attention between tokens in F of a whole microbatch. It grows with
+            the number of tokens before a slice; the rest of F, and W, with the slice's own.
+        attention_backward: the same of B; as in F if left out.
+        joins_weight: one W for a microbatch, on all slices put together. If left out, a search
+            takes what is faster.
+        weight_loss: the share by which the W of all slices take longer than one on all of them.
+    """
+
+    lengths: tuple[float, ...]
+    attention: float = 0.0
+    attention_backward: float | None = None
+    joins_weight: bool | None = None
+    weight_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            UsageError: no slice or too many, a length that is not positive, or no share.
+        """
+        if not 0 < len(self.lengths) <= MOST_SLICES:
+            raise UsageError(
+                f"a microbatch of {len(self.lengths)} slices: give 1 to {MOST_SLICES} of them"
+            )
+        if not all(0 < length < math.inf for length in self.lengths):
+            raise UsageError(
+                f"lengths of slices are {list(self.lengths)}: give positive numbers of tokens"
+            )
+        shares = {"attention": self.attention, "attention_backward": self.attention_backward or 0.0}
+        for name, share in shares.items():
+            if not 0 <= share <= 1:
+                raise UsageError(f"slices: {name} is {share}: give a share from 0 to 1")
+        if not 0 <= self.weight_loss < math.inf:
+            raise UsageError(
+                f"slices: weight_loss is {self.weight_loss}: give a share, such as 0.1"
+            )
+
+    @classmethod
+    def equal(cls, slices: int, **choices: Any) -> Slicing:
+        """Return slices of equal length."""
+        return cls((1.0,) * slices, **choices)
+
+    @classmethod
+    def of_equal_time(cls, slices: int, costs: Costs, **choices: Any) -> Slicing:
+        """Return slices that take equally long in F, B and W together: later ones are shorter."""
+        rough = cls.equal(slices, **choices)
+        forward, backward, weight = map(sum, (costs.forward, costs.backward, costs.weight))
+        grows = rough.attention * forward + rough._attention_backward * backward
+        share = grows / (forward + backward + weight)
+
+        def border(time: float) -> float:
+            rest = 1.0 - share
+            return 2.0 * time / (rest + math.sqrt(rest * rest + 4.0 * share * time))
+
+        borders = [border(i / slices) for i in range(slices + 1)]
+        return replace(rough, lengths=tuple(b - a for a, b in pairwise(borders)))
+
+    @property
+    def slices(self) -> int:
+        """Number of slices n of a microbatch."""
+        return len(self.lengths)
+
+    @property
+    def _attention_backward(self) -> float:
+        return self.attention if self.attention_backward is None else self.attention_backward
+
+    def microbatch_and_slice(self, unit: int) -> tuple[int, int]:
+        """Return the microbatch and the slice of a unit."""
+        return divmod(int(unit), self.slices)
+
+    @cached_property
+    def scales(self) -> tuple[Scale, ...]:
+        """What each slice takes of a microbatch's time and memory."""
+        borders = [0.0, *accumulate(self.lengths)]
+        shares = [border / borders[-1] for border in borders]
+        return tuple(
+            Scale(
+                end - start,
+                *(
+                    (1.0 - attention) * (end - start) + attention * (end + start) * (end - start)
+                    for attention in (self.attention, self._attention_backward)
+                ),
+            )
+            for start, end in pairwise(shares)
+        )
+
+    def costs(self, costs: Costs, num_microbatches: int) -> SlicedCosts:
+        """Return the costs of all units of so many microbatches: to simulate a sliced schedule."""
+        whole = costs.microbatches or (costs,) * num_microbatches
+        rows: dict[tuple[int, int], Costs] = {}
+        for row in whole:
+            for i, scale in enumerate(self.scales):
+                if (id(row), i) not in rows:
+                    rows[id(row), i] = self._with_loss(row.scaled(scale))
+        units = tuple(rows[id(row), i] for row in whole for i in range(self.slices))
+        values = {it.name: getattr(costs, it.name) for it in fields(Costs)}
+        values["microbatches"] = units
+        return SlicedCosts(**values, slicing=self, whole_peak=costs.one_f_one_b_peak())
+
+    def _with_loss(self, row: Costs) -> Costs:
+        if self.joins_weight or not self.weight_loss:
+            return row
+        more = tuple(self.weight_loss * weight for weight in row.weight)
+        whole = tuple(map(add, row.whole, more)) if row.whole else ()
+        return replace(row, weight=tuple(map(add, row.weight, more)), whole=whole)
+
+
+# --- what a schedule with slices carries
+
+_HELD = "held_by_slices"  # table of memory: what B of all slices has left for their one W
+
+
+@dataclass(frozen=True)
+class SlicedRules(TrainingRules):
+    """Rules of a training step on slices: ``num_microbatches`` of a schedule counts units.
+
+    With ``slicing.joins_weight``, W of a microbatch is the pass of its slice 0, whose B comes last.
+    """
+
+    slicing: Slicing
+
+    @cached_property
+    def by_kind(self) -> dict[PassKind, Kind]:
+        """Entries of the table; a joined W frees what all slices have left for it."""
+        kinds = {it.kind: it for it in (*TRAINING_KINDS, *self.more)}
+        if self.slicing.joins_weight:
+            freed = ((_HELD, -1),)
+            kinds[_W] = replace(kinds[_W], memory=freed)
+            kinds[_BW] = replace(kinds[_BW], memory=kinds[_B].memory + freed)
+        return kinds
+
+    def turns(self, kind: Kind, units: range) -> Sequence[int]:
+        """Return the units of a stage in the order of F, of B, or of W."""
+        joined = kind.kind is _W and bool(self.slicing.joins_weight)
+        n, falls = self.slicing.slices, kind.is_gradient
+        return Turns(n, len(units), falls=falls, first_only=joined)
+
+    def unit_name(self, kind: PassKind) -> str:
+        return "slice"
+
+    def pass_in_words(self, p: Pass) -> str:
+        """Describe a pass, such as ``F of stage 1, microbatch 3, slice 0``."""
+        j, i = self.slicing.microbatch_and_slice(p.microbatch)
+        part = "" if p.kind is _W and self.slicing.joins_weight else f", slice {i}"
+        return f"{p.kind} of stage {p.stage}, microbatch {j}{part}"
+
+    def message_in_words(self, placement: Placement | None, message: Message) -> str:
+        j, i = self.slicing.microbatch_and_slice(message.microbatch)
+        words = super().message_in_words(placement, message._replace(microbatch=j))
+        return f"{words}, slice {i}"
+
+    def whole_microbatches(self, schedule: Sizes) -> int:
+        return schedule.num_microbatches // self.slicing.slices
+
+    def sizes_in_words(self, schedule: Sizes) -> str:
+        slices = self.slicing.slices
+        return f"{self.whole_microbatches(schedule)} microbatches of {slices} slices"
+
+
+def slicing_of(schedule: Schedule) -> Slicing | None:
+    """Return how a schedule's microbatches are cut, None if they are whole."""
+    rules = schedule.rules
+    return rules.slicing if isinstance(rules, SlicedRules) else None
+
+
+def costs_of(schedule: Schedule, costs: Costs) -> Costs:
+    """Return the costs to simulate a schedule with, from those of whole microbatches."""
+    slicing = slicing_of(schedule)
+    if slicing is None:
+        return costs
+    return slicing.costs(costs, schedule.rules.whole_microbatches(schedule))
+
+
+@dataclass(frozen=True)
+class SlicedCosts(Costs):
+    """Costs of slices: ``microbatches`` has those of every unit. See :meth:`Slicing.costs`."""
+
+    slicing: Slicing = field(kw_only=True)
+    whole_peak: float = field(kw_only=True)
+
+    def one_f_one_b_peak(self) -> float:
+        """Return 1F1B's peak, of whole microbatches."""
+        return self.whole_peak
+
+    def for_placement(self, placement: Placement) -> StageCosts:
+        """Return the costs by stage; of a joined W all in the row of slice 0.
+
+        Raises:
+            UsageError: the placement has another pipeline size.
+        """
+        table = super().for_placement(placement)
+        if not self.slicing.joins_weight:
+            return table
+        n, rows = self.slicing.slices, table.microbatches
+        made: dict[tuple[int, ...], tuple[StageCosts, ...]] = {}
+        groups = [rows[at : at + n] for at in range(0, len(rows), n)]
+        for group in groups:
+            key = tuple(map(id, group))
+            if key not in made:
+                made[key] = _joined(group)
+        joined = (row for group in groups for row in made[tuple(map(id, group))])
+        return replace(table, microbatches=tuple(joined))
+
+
+def _joined(group: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
+    """Return the rows of a microbatch with all of W, and what it frees, in the first."""
+    weight, held = (
+        tuple(map(sum, zip(*(getattr(row, table) for row in group), strict=True)))
+        for table in ("weight", "held_for_weight")
+    )
+    none = (0.0,) * len(weight)
+    first = replace(
+        group[0],
+        weight=weight,
+        whole=(),
+        memory_of_others=(*group[0].memory_of_others, (_HELD, held)),
+    )
+    return first, *(replace(row, weight=none, whole=()) for row in group[1:])
+
+
+# --- from turns to units
+
+
+def in_units(schedule: Schedule, slicing: Slicing) -> Schedule:
+    """Return a schedule whose passes count turns as one of units, under the rules of slices."""
+    n = slicing.slices
+    turns = list(Turns(n, schedule.num_microbatches))
+    units = [Unit(u, n) for u in range(schedule.num_microbatches)]
+
+    def passes(rank: Sequence[Pass]) -> Iterator[Pass]:
+        for kind, stage, k in rank:
+            if kind is _F:
+                yield Pass(kind, stage, units[k])
+            elif not slicing.joins_weight or k % n == n - 1:
+                yield Pass(kind, stage, turns[k])
+            elif kind is not _W:  # a joined W has no time before the last turn
+                yield Pass(_B, stage, turns[k])
+
+    ranks = tuple(tuple(passes(rank)) for rank in schedule.ranks)
+    return replace(schedule, ranks=ranks, rules=SlicedRules(slicing))
+
+
+# --- orders in turns
+
+
+class _TurnRow(StageCosts):
+    """Costs of F of a unit, and of B and W of the unit whose turn is the same."""
+
+    def change(self, memory: Memory, stage: int) -> float:
+        """Return a change of memory: what is freed is that of the turn."""
+        renamed = tuple((f"freed_{name}" if n < 0 else name, n) for name, n in memory)
+        return super().change(renamed, stage)
+
+
+@dataclass(frozen=True)
+class _TurnTable(StageCosts):
+    """Costs by turn on one placement; ``slices`` of them are a microbatch."""
+
+    slices: int = 1
+
+    def forward_of(self, turn: int) -> int:
+        return Turns(self.slices, len(self.microbatches))[turn]
+
+    @cached_property
+    def largest_activation(self) -> tuple[float, ...]:
+        """Memory of a whole microbatch, at most: all slices are held when its first B begins."""
+        n, rows = self.slices, [row.activation for row in self.microbatches]
+        wholes = [map(sum, zip(*rows[i : i + n], strict=True)) for i in range(0, len(rows), n)]
+        return tuple(map(max, zip(*wholes, strict=True)))
+
+
+@dataclass(frozen=True)
+class TurnCosts(SlicedCosts):
+    """Costs for searches, which count turns."""
+
+    @cached_property
+    def _tables(self) -> dict[Placement, StageCosts]:
+        return {}
+
+    def for_placement(self, placement: Placement) -> StageCosts:
+        if placement not in self._tables:
+            self._tables[placement] = self._in_turns(self.by_unit(placement))
+        return self._tables[placement]
+
+    def by_unit(self, placement: Placement) -> StageCosts:
+        """Return the costs by stage and unit."""
+        return super().for_placement(placement)
+
+    def _in_turns(self, table: StageCosts) -> StageCosts:
+        n, rows = self.slicing.slices, table.microbatches
+        made: dict[tuple[int, int], _TurnRow] = {}
+        found = []
+        for row, unit in zip(rows, Turns(n, len(rows)), strict=True):
+            key = id(row), id(rows[unit])
+            if key not in made:
+                made[key] = self._row(row, rows[unit])
+            found.append(made[key])
+        return _TurnTable(**_fields(table) | {"microbatches": tuple(found)}, slices=n)
+
+    def _row(self, there: StageCosts, back: StageCosts) -> _TurnRow:
+        none = (0.0,) * len(back.held_for_weight)
+        freed = back.memory.get(_HELD, none) if self.slicing.joins_weight else back.held_for_weight
+        tables = {
+            name: getattr(back, name)
+            for name in ("backward", "backward_hop", "weight", "held_for_weight", "whole")
+        }
+        memory = (("freed_activation", back.activation), ("freed_held_for_weight", freed))
+        return _TurnRow(**_fields(there) | tables | {"memory_of_others": memory})
+
+
+def _fields(table: StageCosts) -> dict[str, Any]:
+    return {it.name: getattr(table, it.name) for it in fields(StageCosts)}
