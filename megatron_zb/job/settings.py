@@ -19,6 +19,7 @@ from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Family
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Limit
+from megatron_zb.schedules.slices import Slicing
 
 LAYOUT_FLAG = "--pipeline-layer-layout"
 AUTO_LAYOUT = "auto"
@@ -82,6 +83,13 @@ class ScheduleSettings:
         help="the most activation memory of any rank, as a share of 1F1B's, such as 0.5, or in "
         "bytes, such as 40GiB, which needs the profile of an earlier run as "
         "--pipeline-layer-layout FILE.yaml",
+    )
+    pipeline_slices: Slicing | None = _setting(
+        type=Slicing.parse,
+        metavar="N",
+        help="token slices: cut every microbatch along its sequence into N equal parts, or into "
+        "parts of these lengths in tokens, such as 4096,2048,2048. Stages work on one at a time, "
+        "which divides the bubble and the activation memory by up to N",
     )
     num_virtual_stages_per_pipeline_rank: int | None = _setting(
         example="interleaved",
@@ -222,6 +230,12 @@ class ScheduleSettings:
             UsageError: there is no such schedule.
         """
         return catalog.family(str(self.pipeline_schedule))
+
+    @property
+    def slicing(self) -> Slicing | None:
+        """Token slices of every microbatch, None for whole ones."""
+        found = self.pipeline_slices
+        return None if found is None or found.slices == 1 else found
 
     @property
     def memory_limit(self) -> Limit | None:

@@ -42,6 +42,7 @@ from megatron_zb.megatron_core.planned_steps import PlannedLengths, PlannedSteps
 from megatron_zb.megatron_core.post_validation import PostValidation, PostValidationPart
 from megatron_zb.megatron_core.profiled_steps import ProfilePart, ProfileUse
 from megatron_zb.megatron_core.random_streams import LayerStreams, layers_draw_weights
+from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_core.split_backward import SplitBackward, split_linear_layers
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart, device
@@ -58,6 +59,7 @@ from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.request import Limit
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.slices import slicing_of
 
 __all__ = ["JobSizes", "Layers", "PipelineAdapter", "ScheduleSettings"]
 
@@ -84,6 +86,8 @@ class PipelineAdapter:
         """Plans of steps of unequal microbatches."""
         for part in (ReadAhead(self.planned), PlannedLengths(self.planned)):
             self._parts.add(part)
+        if (slicing := slicing_of(current.schedule)) is not None:
+            self._parts.add(SlicesPart(slicing))
         self._said: list[str] = []
 
     @classmethod

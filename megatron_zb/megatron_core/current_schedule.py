@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_zb.errors import UsageError
@@ -22,6 +22,8 @@ from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.slices import Slicing, slicing_of
+from megatron_zb.schedules.slices import costs_of as sliced_costs
 from megatron_zb.schedules.step_plan import (
     NO_ATTENTION,
     AttentionWork,
@@ -59,7 +61,9 @@ class JobSizes:
             the passes that use it, unless the profile that balances layers has timed copies.
         vocabulary: with ``pipeline_vocabulary``, the number of layers that the output layer counts
             for, unless the ends of the model are known.
-        attention: what attention takes beside linear layers, for steps of unequal microbatches.
+        attention: what attention takes beside linear layers, for steps of unequal microbatches and
+            for token slices.
+        sequence: tokens of a sequence, for token slices.
     """
 
     pipeline_size: int
@@ -71,6 +75,7 @@ class JobSizes:
     copy: float | None = None
     vocabulary: float | None = None
     attention: AttentionWork = NO_ATTENTION
+    sequence: int | None = None
 
     @property
     def known_ends(self) -> Ends | None:
@@ -138,6 +143,7 @@ class CurrentSchedule:
             placement=placement,
             back_to_back=settings.enable_optimizer_post_validation,
             num_layers=None if isinstance(written, str) else sizes.layers.decoder,
+            **_sliced(settings.slicing, sizes),
         )
         return cls(schedule, costs, settings, build, sizes.known_attention)
 
@@ -173,12 +179,13 @@ class CurrentSchedule:
     def follows_costs(self) -> bool:
         """Whether other costs may give another order of passes; not those of a finished table."""
         name = self.schedule.name
-        return name in catalog.names() and catalog.family(name).follows_costs
+        is_whole = slicing_of(self.schedule) is None
+        return is_whole and name in catalog.names() and catalog.family(name).follows_costs
 
     @property
     def bubble_rate(self) -> float:
         """The expected share of idle time."""
-        timeline = simulate(self.schedule, self.costs)
+        timeline = simulate(self.schedule, sliced_costs(self.schedule, self.costs))
         return timeline.bubble_rate_back_to_back if self._in_a_row else timeline.bubble_rate
 
     @property
@@ -253,7 +260,7 @@ class CurrentSchedule:
     def _table(self, num_microbatches: int, forward_only: bool) -> Schedule:
         """Return the schedule for a number of microbatches that are all alike."""
         schedule = self.schedule
-        if num_microbatches == schedule.num_microbatches:
+        if num_microbatches == schedule.rules.whole_microbatches(schedule):
             return schedule
         name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
         # forwards keep nothing
@@ -275,9 +282,10 @@ class CurrentSchedule:
 
     def _build_program(self, num_microbatches: int, forward_only: bool, captured: bool) -> Program:
         schedule = self.table(num_microbatches, forward_only)
+        costs = sliced_costs(schedule, self.costs)
         if forward_only:
-            schedule = in_forward_order(schedule, self.costs)
-        return lower(schedule, simulate(schedule, self.costs), captured=captured)
+            schedule = in_forward_order(schedule, costs)
+        return lower(schedule, simulate(schedule, costs), captured=captured)
 
     def _limits(self, is_measured: bool) -> dict[str, float | None]:
         """Return the memory limit as arguments of ``schedules.build``."""
@@ -306,7 +314,20 @@ class CurrentSchedule:
             placement=placement,
             back_to_back=self._in_a_row,
             **limit,
+            **({} if (slicing := slicing_of(self.schedule)) is None else {"slices": slicing}),
         )
+
+
+def _sliced(slicing: Slicing | None, sizes: JobSizes) -> dict[str, Slicing]:
+    """Return the token slices as an argument of ``schedules.build``, with attention's share."""
+    if slicing is None:
+        return {}
+    pairs = sizes.sequence or 0
+    forward, backward = (
+        work * pairs / (1.0 + work * pairs)
+        for work in (sizes.known_attention.forward, sizes.known_attention.backward)
+    )
+    return {"slices": replace(slicing, attention=forward, attention_backward=backward)}
 
 
 def _of_stages(shares: list[float]) -> str:

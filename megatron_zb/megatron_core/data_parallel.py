@@ -68,12 +68,13 @@ class DataParallelPart(StepPart):
         order: list[int] = []
         if step.config.param_sync_func is not None:
             order = [held.index(s) for s in _by_first_forward(step.program, step.logical)]
-        more, usual = self._more_passes(step), step.program.schedule.num_microbatches
+        more, passes = self._more_passes(step), step.program.schedule.ranks[step.logical]
+        usual = Counter(p.stage for p in passes if p.kind in (PassKind.W, PassKind.BW))
         return DataParallelSync(
             step.config,
             step.model,
             order,
-            passes=[usual + more.get(chunk, 0) for chunk in range(len(held))],
+            passes=[usual[stage] + more.get(chunk, 0) for chunk, stage in enumerate(held)],
             buckets=[None] * len(held) if step.is_rehearsal else self._reductions(step.model),
         )
 

@@ -12,6 +12,7 @@ from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.planned_steps import PlannedLengths, ReadAhead
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
+from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
@@ -31,6 +32,7 @@ _ORDER: tuple[type[StepPart], ...] = (
     GraphsPart,
     PagedStashPart,
     ReadingsPart,
+    SlicesPart,  # cuts what the readings give
     ChannelsPart,  # passes on the counter of activations, which a profile may have replaced
     WatchPart,
     VocabularyPart,

@@ -140,6 +140,23 @@ class Slicing:
         return cls((1.0,) * slices, **choices)
 
     @classmethod
+    def parse(cls, text: str) -> Slicing:
+        """Read a number of slices of equal length, or their lengths, such as ``5,4,3,2``.
+
+        Raises:
+            UsageError: a number is wrong.
+        """
+        try:
+            numbers = [float(number) for number in text.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) == 1 and numbers[0].is_integer():
+            return cls.equal(int(numbers[0]))
+        if len(numbers) < 2:
+            raise UsageError(f"slices {text!r}: give a number, such as 8, or lengths in tokens")
+        return cls(tuple(numbers))
+
+    @classmethod
     def of_equal_time(cls, slices: int, costs: Costs, **choices: Any) -> Slicing:
         """Return slices that take equally long in F, B and W together: later ones are shorter."""
         rough = cls.equal(slices, **choices)

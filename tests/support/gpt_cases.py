@@ -43,6 +43,7 @@ from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb.megatron_core.random_streams import global_parameters, initialise_by_global_name
 from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.slices import Slicing
 from megatron_zb.schedules.layout import Layers
 
 SEQUENCE, VOCABULARY = 16, 64
@@ -62,6 +63,7 @@ class GPTCase:
     ``images`` are the numbers of images of the samples, in turns, which the encoder of Megatron's
     LLaVAModel reads on its first stage; its language model is the GPT.
     With ``vocabulary``, our output layer is cut along the vocabulary over all pipeline ranks.
+    With ``slices``, our microbatches are cut along the sequence, as ``--pipeline-slices`` has it.
     With ``exact``, stock has the weights that the type gives, and computes in 64 bits with them.
     With ``exchange_overlaps``, ours may run a forward and a backward in one pass.
     ``changes`` are those of a user to the model that is built, ``late_changes`` those to the model
@@ -99,6 +101,7 @@ class GPTCase:
     hybrid: str | None = None
     images: tuple[int, ...] = ()
     vocabulary: bool = False
+    slices: str | None = None
     exact: bool = False
     exchange_overlaps: bool = False
     changes: tuple[str, ...] = ()
@@ -168,6 +171,7 @@ def built(
             layers=Layers(case.layers, multi_token=case.multi_token, kinds=case.hybrid or ""),
             layer_layout=case.layout,
             pipeline_vocabulary="on" if case.vocabulary else "off",
+            pipeline_slices=Slicing.parse(case.slices) if case.slices else None,
             overlaps_exchange=_asks_for_pairs(case, schedule),
         )
         if steps_done is not None:
@@ -549,7 +553,7 @@ def _batch(case: GPTCase, microbatch: int, generator: torch.Generator) -> dict[s
     batch = {
         "tokens": tokens[:, :-1],
         "labels": tokens[:, 1:],
-        "mask": mask.float(),
+        "loss_mask": mask.float(),
         "positions": torch.arange(length).expand(2, -1),
     }
     if case.images:
@@ -574,12 +578,12 @@ def _forward_step(
     batch = next(iterator)
     length = batch["tokens"].size(1)
     if "images" in batch:
-        text = (batch["tokens"], batch["positions"], None, batch["labels"], batch["mask"])
+        text = (batch["tokens"], batch["positions"], None, batch["labels"], batch["loss_mask"])
         return _with_loss(*model(batch["images"], *text))
     causal = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     compute = model.build_schedule_plan if return_schedule_plan else model
     output = compute(batch["tokens"], batch["positions"], causal, labels=batch["labels"])
-    return _with_loss(output, batch["mask"])
+    return _with_loss(output, batch["loss_mask"])
 
 
 def _with_loss(output: torch.Tensor, mask: torch.Tensor) -> tuple[Any, Any]:

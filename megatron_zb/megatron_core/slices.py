@@ -1,0 +1,442 @@
+"""Token slices in Megatron's models: attention with a prefix, data and losses of one slice.
+
+A stage runs one slice of a microbatch at a time (:mod:`megatron_zb.schedules.slices`). Its layers
+see a shorter sequence. Only attention needs more: the keys and values of the slices before it, in F,
+and in B the gradients that the slices behind it leave for its own keys and values. Both are kept
+for each layer and microbatch by :class:`Prefix`. Gradients are summed in float32, as a sum in
+bfloat16 would lose digits with every slice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.stages import MegatronStage
+from megatron_zb.megatron_core.step import Step, StepPart, activation_shape, device
+from megatron_zb.schedules.slices import Slicing, slicing_of
+
+FLAG = "--pipeline-slices"
+LOSS_MASK = "loss_mask"
+
+
+@dataclass
+class Cut:
+    """Borders of the slices in tokens, and the slice that a chunk works on."""
+
+    borders: tuple[int, ...]
+    unit: int = 0
+    forward_only: bool = False
+
+    @property
+    def slices(self) -> int:
+        return len(self.borders) - 1
+
+    @property
+    def microbatch(self) -> int:
+        return self.unit // self.slices
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Return where the slice starts and ends in its sequence."""
+        i = self.unit % self.slices
+        return self.borders[i], self.borders[i + 1]
+
+
+class SlicesPart(StepPart):
+    """Runs steps on token slices.
+
+    Args:
+        slicing: the slices of every microbatch.
+        reading: returns the context in which a forward step reads a slice of so many tokens.
+    """
+
+    def __init__(
+        self,
+        slicing: Slicing,
+        reading: Callable[[int], AbstractContextManager[None]] = lambda tokens: nullcontext(),
+    ) -> None:
+        self.slicing, self.reading = slicing, reading
+        self._cuts: list[Cut] = []
+        self._prefixes: list[Prefix] = []
+        self._readers: list[SlicedReading | None] = []
+
+    def prepare_model(self, chunks: list[Any]) -> None:
+        self._cuts = [Cut(()) for _ in chunks]
+        for cut, chunk in zip(self._cuts, chunks, strict=True):
+            for module in chunk.modules():
+                if hasattr(module, "core_attention"):
+                    self._prefixes.append(Prefix(cut, module.core_attention))
+                if isinstance(module, RotaryEmbedding):
+                    module.forward = partial(_rotated, cut, module.forward)
+
+    def before_step(self, step: Step) -> None:
+        borders = borders_of(self.slicing, step)
+        for cut in self._cuts:
+            cut.borders, cut.forward_only = borders, step.forward_only
+        lengths = [end - start for start, end in pairwise(borders)]
+        shapes = [
+            activation_shape(n, step.micro_batch_size, step.config, step.pg_collection)
+            for n in lengths
+        ]
+        step.shapes = shapes * step.num_microbatches
+        self._readers = [
+            None if iterator is None else SlicedReading(iterator, borders)
+            for iterator in step.data_iterators
+        ]
+        step.data_iterators = list(self._readers)
+
+    def stage_type(self, number: int, step: Step) -> Callable[..., Any]:
+        return SlicedStage
+
+    def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
+        stage.cut = self._cuts[stage.chunk]
+        stage.joins_weight = bool(self.slicing_of(step).joins_weight)
+        stage.reading = self.reading
+        if stage.is_output:
+            stage.counts = TokenCounts(self._readers[stage.chunk], len(self.slicing.lengths), step)
+
+    @staticmethod
+    def slicing_of(step: Step) -> Slicing:
+        """Return the slicing of the step's schedule, in which W is joined or not."""
+        found = slicing_of(step.program.schedule)
+        assert found is not None, "the adapter adds this part for schedules with slices"
+        return found
+
+    def after_step(self, step: Step) -> None:
+        for prefix in self._prefixes:
+            prefix.kept.clear()
+        if step.forward_data_store and not step.collect_non_loss_data:
+            whole = _joined_records(step.forward_data_store, self.slicing.slices)
+            step.forward_data_store[:] = whole
+
+
+def borders_of(slicing: Slicing, step: Step) -> tuple[int, ...]:
+    """Return the borders of the slices in tokens of a sequence.
+
+    Raises:
+        UsageError: they do not divide the sequence, or a slice over its tensor-parallel ranks.
+    """
+    total, given = step.seq_length, sum(slicing.lengths)
+    lengths = [total * length / given for length in slicing.lengths]
+    if not all(length.is_integer() for length in lengths):
+        raise UsageError(
+            f"{FLAG}: a sequence of {total} tokens has no {slicing.slices} slices with lengths "
+            f"{' to '.join(f'{length:g}' for length in slicing.lengths[:2])}: give a number that "
+            "divides it, or the lengths in tokens"
+        )
+    ranks = step.pg_collection.tp.size() if step.config.sequence_parallel else 1
+    if any(length % ranks for length in lengths):
+        raise UsageError(
+            f"{FLAG}: slices of {[int(length) for length in lengths]} tokens cannot be spread over "
+            f"{ranks} tensor-parallel ranks by --sequence-parallel: give multiples of {ranks}"
+        )
+    return (0, *map(int, accumulate(lengths)))
+
+
+# --- stages
+
+
+class SlicedStage(MegatronStage):
+    """A model chunk whose passes run one slice each; see :class:`SlicesPart` for what it is set."""
+
+    cut: Cut
+    joins_weight: bool
+    reading: Callable[[int], AbstractContextManager[None]]
+    counts: TokenCounts
+
+    def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        self.cut.unit = microbatch
+        start, end = self.cut.tokens
+        with self.reading(end - start):
+            return super()._forward_step(microbatch, activation)
+
+    def _user_step(self, *arguments: Any, **options: Any) -> Any:
+        output, loss_func = super()._user_step(*arguments, **options)
+        if not (self.is_output and callable(loss_func)):
+            return output, loss_func
+        return output, partial(self._weighed, loss_func)
+
+    def _weighed(self, loss_func: Callable[..., Any], output: Any, **more: Any) -> Any:
+        """Return a slice's loss as a part of its microbatch's, by the tokens that count."""
+        result = loss_func(output, **more)
+        if more:
+            return result
+        own, all_slices = self.counts.of(self.cut.unit)
+        if len(result) == 3:
+            loss, num_tokens, record = result
+            if not self._step.config.calculate_per_token_loss:
+                num_tokens = all_slices.to(num_tokens.dtype)
+            return loss, num_tokens, Record.of(record, own, all_slices)
+        loss, record = result
+        return loss * (own / all_slices.clamp(min=1)).to(loss.dtype), Record.of(
+            record, own, all_slices
+        )
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        self.cut.unit = microbatch
+        if self.joins_weight and not self.split.queue.deferring:  # a BW: with W of all slices
+            result = self.backward_input(microbatch, gradient)
+            self.backward_weight(microbatch)
+            return result
+        return super().backward(microbatch, gradient)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Run W of a slice, or of all slices of the microbatch in the order of their B."""
+        if not self.joins_weight:
+            super().backward_weight(microbatch)
+            return
+        units = range(microbatch + self.cut.slices - 1, microbatch - 1, -1)
+        queue = self.split.queue
+
+        def weights() -> Counter[int]:
+            return sum(map(queue.weights, units), Counter[int]())
+
+        sync = self._training_sync
+        sync.before_weight_gradients(self.chunk, weights)
+        for unit in units:
+            queue.run(unit)
+        sync.after_weight_gradients(self.chunk)
+
+
+# --- attention
+
+
+@dataclass
+class _Kept:
+    """Keys and values of a microbatch in one layer, and gradients that later slices left."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    left: list[torch.Tensor | None] = field(default_factory=lambda: [None, None])
+
+
+class Prefix:
+    """The core attention of a layer, to whose keys and values those of earlier slices are put.
+
+    Its ``forward`` is replaced on the instance. Positions have been applied before, and latent
+    attention has expanded its keys, so all kinds of self-attention are alike here.
+    """
+
+    def __init__(self, cut: Cut, core: Any) -> None:
+        self._cut, self._usual = cut, core.forward
+        self._is_local = isinstance(core, DotProductAttention)
+        if not self._is_local and not any(
+            "TEDotProductAttention" in kind.__name__ for kind in type(core).__mro__
+        ):
+            raise UsageError(
+                f"{FLAG} needs attention of Megatron's or of Transformer-Engine, not "
+                f"{type(core).__name__}: leave the flag out for this model"
+            )
+        if self._is_local:  # its fused kernel is for as many queries as keys
+            core.scale_mask_softmax.scaled_masked_softmax_fusion = False
+        self.kept: dict[int, _Kept] = {}
+        core.forward = self.forward
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
+    ) -> torch.Tensor:
+        """Run the attention of a slice to itself and to all before it.
+
+        Args:
+            query: of shape [tokens of the slice, batch, heads, width]; keys and values likewise.
+            mask: is not used: attention is causal.
+        """
+        start, end = self._cut.tokens
+        microbatch = self._cut.microbatch
+        if start == 0 and microbatch not in self.kept:
+            length = self._cut.borders[-1]
+            keys, values = (x.detach().new_empty(length, *x.shape[1:]) for x in (key, value))
+            self.kept[microbatch] = _Kept(keys, values)
+        key, value = _WithPrefix.apply(key, value, self.kept, microbatch, start)
+        more["attn_mask_type"] = AttnMaskType.causal_bottom_right
+        mask = _causal(end - start, end, query.device) if self._is_local else None
+        output: torch.Tensor = self._usual(query, key, value, mask, **more)
+        if self._cut.forward_only and end == self._cut.borders[-1]:
+            del self.kept[microbatch]
+        return output
+
+
+class _WithPrefix(torch.autograd.Function):
+    """Puts the keys and values of a slice behind those of the slices before it.
+
+    A recomputed forward writes the same once more.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kept: dict[int, _Kept],
+        microbatch: int,
+        start: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.kept, ctx.microbatch, ctx.start = kept, microbatch, start
+        held, end = kept[microbatch], start + key.shape[0]
+        # By ``data``, which has versions of its own: what attention has saved of the buffer does
+        # not change when later slices are written behind it.
+        for buffer, own in ((held.keys, key), (held.values, value)):
+            buffer.data[start:end].copy_(own)
+        return held.keys.data[:end], held.values.data[:end]
+
+    @staticmethod
+    def backward(
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        held, own = ctx.kept[ctx.microbatch], []
+        for place, gradient in enumerate(gradients):
+            whole = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            if (left := held.left[place]) is not None:
+                whole = whole + left
+            own.append(whole[ctx.start :].to(gradient.dtype))
+            held.left[place] = whole[: ctx.start]
+        if ctx.start == 0:
+            del ctx.kept[ctx.microbatch]
+        return own[0], own[1], None, None, None
+
+
+@cache
+def _causal(queries: int, keys: int, where: torch.device) -> torch.Tensor:
+    """Return the mask of the last queries of so many keys: true for what they do not attend to."""
+    ones = torch.ones(queries, keys, dtype=torch.bool, device=where)
+    return ones.triu(1 + keys - queries)[None, None]
+
+
+def _rotated(cut: Cut, usual: Callable[..., Any], length: int, *more: Any, **options: Any) -> Any:
+    """Return rotary embeddings of the positions of a slice, of so many tokens."""
+    _, end = cut.tokens
+    found = usual(end, *more, **options)
+    if isinstance(found, tuple):  # with a scale
+        return found[0][end - length : end], *found[1:]
+    return found[end - length : end]
+
+
+# --- data and losses
+
+
+class SlicedReading:
+    """An iterator over slices of the microbatches of another one.
+
+    Raises:
+        UsageError: a microbatch is no dict of tensors by sequence and token.
+    """
+
+    def __init__(self, whole: Iterator[Any], borders: Sequence[int]) -> None:
+        self._whole, self._borders = whole, borders
+        self._read, self._microbatch = 0, dict[str, Any]()
+        self.masks: dict[int, torch.Tensor] = {}
+        """Loss masks of whole microbatches, by number."""
+
+    def __iter__(self) -> SlicedReading:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def __next__(self) -> dict[str, Any]:
+        j, i = divmod(self._read, len(self._borders) - 1)
+        if i == 0:
+            self._microbatch = self._checked(next(self._whole))
+            if LOSS_MASK in self._microbatch:
+                self.masks[j] = self._microbatch[LOSS_MASK]
+        self._read += 1
+        start, end = self._borders[i : i + 2]
+        return {name: tensor[:, start:end] for name, tensor in self._microbatch.items()}
+
+    def _checked(self, microbatch: Any) -> dict[str, Any]:
+        if not isinstance(microbatch, dict):
+            raise UsageError(
+                f"{FLAG}: the data has a {type(microbatch).__name__} for a microbatch, but only "
+                "dicts of tensors are cut into slices: leave the flag out for this data"
+            )
+        # attention is causal, whatever mask comes along
+        found = {n: t for n, t in microbatch.items() if n != "attention_mask" and t is not None}
+        for name, tensor in found.items():
+            if getattr(tensor, "ndim", 0) != 2 or tensor.shape[1] != self._borders[-1]:
+                raise UsageError(
+                    f"{FLAG}: {name} of a microbatch has no axis of {self._borders[-1]} tokens "
+                    "behind its first: leave the flag out for this data"
+                )
+        return found
+
+
+class TokenCounts:
+    """Numbers of tokens of each slice that count in the loss, the same on all tensor ranks."""
+
+    def __init__(self, reading: SlicedReading | None, slices: int, step: Step) -> None:
+        self._reading, self._slices = reading, slices
+        self._group = step.pg_collection.tp
+        self._found: tuple[int, torch.Tensor] = (-1, torch.empty(0))
+
+    def of(self, unit: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the number of a slice's tokens, and of its microbatch's.
+
+        Collective over the tensor-parallel ranks, of which the first reads the data.
+
+        Raises:
+            UsageError: the data has no loss mask.
+        """
+        j, i = divmod(unit, self._slices)
+        if self._found[0] != j:
+            self._found = j, self._counted(j)
+        counts = self._found[1]
+        return counts[i], counts.sum()
+
+    def _counted(self, microbatch: int) -> torch.Tensor:
+        counts = torch.zeros(self._slices, dtype=torch.float64, device=device())
+        if self._reading is not None:
+            mask = self._reading.masks.pop(microbatch, None)
+            if mask is None:
+                raise UsageError(
+                    f"{FLAG} weighs losses of slices by the tokens in {LOSS_MASK}, which the data "
+                    "does not have: add it to the microbatches"
+                )
+            by_slice = pairwise(self._reading._borders)
+            sums = [mask[:, start:end].sum() for start, end in by_slice]
+            counts.copy_(torch.stack(sums))
+        if self._group.size() > 1:
+            dist.broadcast(counts, dist.get_global_rank(self._group, 0), group=self._group)
+        return counts
+
+
+@dataclass
+class Record:
+    """What a loss function reports of a slice, with its tokens and those of its microbatch."""
+
+    reported: Any
+    share: torch.Tensor
+
+    @classmethod
+    def of(cls, reported: Any, own: torch.Tensor, whole: torch.Tensor) -> Record:
+        return cls(reported, own / whole.clamp(min=1))
+
+
+def _joined_records(records: Sequence[Record], slices: int) -> list[Any]:
+    """Join the reports of all slices of each microbatch.
+
+    A pair of a sum and a number of tokens is added up; a mean is weighed by tokens.
+    """
+    groups = [records[at : at + slices] for at in range(0, len(records), slices)]
+    return [
+        {name: sum(_part(record, name) for record in group) for name in group[0].reported}
+        for group in groups
+    ]
+
+
+def _part(record: Record, name: str) -> Any:
+    value = record.reported[name]
+    numbers = value.numel() if isinstance(value, torch.Tensor) else len(value)
+    return value if numbers > 1 else value * record.share.to(value.dtype)
