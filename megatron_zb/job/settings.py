@@ -84,7 +84,7 @@ class ScheduleSettings:
         "bytes, such as 40GiB, which needs the profile of an earlier run as "
         "--pipeline-layer-layout FILE.yaml",
     )
-    pipeline_slices: Slicing | None = _setting(
+    pipeline_slices: Slicing | int | str | None = _setting(  # noqa: RUF009
         type=Slicing.parse,
         metavar="N",
         help="token slices: cut every microbatch along its sequence into N equal parts, or into "
@@ -234,7 +234,7 @@ class ScheduleSettings:
     @property
     def slicing(self) -> Slicing | None:
         """Token slices of every microbatch, None for whole ones."""
-        found = self.pipeline_slices
+        found = cast("Slicing | None", self.pipeline_slices)
         return None if found is None or found.slices == 1 else found
 
     @property
@@ -267,6 +267,8 @@ def parsed(name: str, value: Any, choices: tuple[str | None, ...] | None = None)
         except (TypeError, argparse.ArgumentTypeError):
             example = "give a fraction of 1F1B's, such as 0.5, or bytes, such as 40GiB"
             raise UsageError(f"{name} is {value!r}: {example}") from None
+    if argument.get("type") == Slicing.parse:
+        return Slicing.parse(str(value)) if isinstance(value, int | str) else value
     allowed: tuple[str | None, ...] = choices or (*argument.get("choices", ()), None)
     if "choices" in argument and value not in allowed:
         words = " or ".join(each for each in allowed if each is not None)
@@ -289,6 +291,7 @@ _CHOOSING = ("pipeline_schedule", "pipeline_schedule_file", "pipeline_memory_lim
 FLAGS: dict[str, tuple[str, ...]] = {
     MEGATRON_LM: (
         *_CHOOSING,
+        "pipeline_slices",
         "pipeline_layer_layout",
         "pipeline_vocabulary",
         *_STATE_NAMES,

@@ -36,11 +36,13 @@ from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.slices import Slicing, costs_of, in_turns, in_units, slicing_of
 
 # --- the folder
 
 
 _FIELDS = ("reason", "table")
+_JOINED = "joins_weight"  # with token slices: whether one W is for a microbatch
 _MOST_FILE_BYTES = 256 * 2**20
 
 
@@ -57,6 +59,8 @@ def described(name: str, request: dict[str, Any]) -> dict[str, Any]:
             values[key] = hashlib.sha256(repr(value).encode()).hexdigest()[:16]
         elif isinstance(value, Placement):
             values[key] = [value.name, *value.rank_of]
+        elif isinstance(value, Slicing):
+            values[key] = repr(value)
         else:
             values[key] = value
     return values
@@ -69,7 +73,11 @@ def key_of(values: dict[str, Any]) -> str:
 
 def pack(schedule: Schedule) -> dict[str, str]:
     """Return a schedule as texts: its reason and its table."""
-    return {"reason": schedule.reason, "table": interchange.to_csv(schedule)}
+    slicing, reason = slicing_of(schedule), schedule.reason
+    if slicing is None:
+        return {"reason": reason, "table": interchange.to_csv(schedule)}
+    table = interchange.to_csv(in_turns(schedule))
+    return {"reason": reason, "table": table, _JOINED: str(bool(slicing.joins_weight))}
 
 
 def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
@@ -85,8 +93,11 @@ def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
     if not isinstance(texts, dict) or not all(isinstance(texts.get(f), str) for f in _FIELDS):
         raise UsageError("it holds no schedule")
     found = interchange.from_csv(texts["table"], name=catalog.family(name).name)
+    if (slicing := request.get("slices")) is not None:
+        joins = texts.get(_JOINED) == str(True)
+        found = in_units(found, replace(slicing, joins_weight=joins)).validate()
     p, m = request["pipeline_size"], request["num_microbatches"]
-    sizes = (found.placement.pipeline_size, found.num_microbatches)
+    sizes = (found.placement.pipeline_size, found.rules.whole_microbatches(found))
     if sizes != (p, m):
         raise UsageError(
             f"its table is for {sizes[0]} ranks and {sizes[1]} microbatches, not for {p} and {m}"
@@ -100,7 +111,9 @@ def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
     costs: Costs | None = request.get("costs")
     if costs is not None:
         most = limit.per_rank(costs)
-        if most is not None and not keeps(simulate(found, costs).peak_memory, most):
+        if most is not None and not keeps(
+            simulate(found, costs_of(found, costs)).peak_memory, most
+        ):
             raise UsageError("it does not keep the memory limit")
     return replace(found, reason=texts["reason"])
 

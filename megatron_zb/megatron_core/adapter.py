@@ -59,7 +59,6 @@ from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.request import Limit
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.slices import slicing_of
 
 __all__ = ["JobSizes", "Layers", "PipelineAdapter", "ScheduleSettings"]
 
@@ -86,8 +85,8 @@ class PipelineAdapter:
         """Plans of steps of unequal microbatches."""
         for part in (ReadAhead(self.planned), PlannedLengths(self.planned)):
             self._parts.add(part)
-        if (slicing := slicing_of(current.schedule)) is not None:
-            self._parts.add(SlicesPart(slicing))
+        if current.slicing is not None:
+            self._parts.add(SlicesPart(current.slicing))
         self._said: list[str] = []
 
     @classmethod
@@ -461,10 +460,10 @@ def build_adapter(
     if args.pipeline_verify:
         adapter.verify()
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
-    for name in ("pipeline_memory_limit", "pipeline_host_limit"):
+    for name in ("pipeline_memory_limit", "pipeline_host_limit", "pipeline_slices"):
         if (limit := getattr(args, name)) is not None:
             setattr(args, name, str(limit))  # checkpoints have the arguments as plain values
-    if versions.graphs_of(args) is versions.Graphs.NONE:
+    if versions.graphs_of(args) is versions.Graphs.NONE and adapter.current.slicing is None:
         adapter.profile(profile, args.pipeline_replan_every, is_named=named)
     if why_whole is not None:
         adapter.say(f"{WHOLE}: {why_whole}")

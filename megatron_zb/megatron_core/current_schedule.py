@@ -171,6 +171,11 @@ class CurrentSchedule:
         return cls(schedule, costs, ScheduleSettings(), build, sizes.known_attention)
 
     @property
+    def slicing(self) -> Slicing | None:
+        """Token slices of every microbatch, None for whole ones."""
+        return slicing_of(self.schedule)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether the schedule has a W, a weight gradient as a separate pass."""
         return any(p.kind is PassKind.W for rank in self.schedule.ranks for p in rank)
@@ -179,8 +184,9 @@ class CurrentSchedule:
     def follows_costs(self) -> bool:
         """Whether other costs may give another order of passes; not those of a finished table."""
         name = self.schedule.name
-        is_whole = slicing_of(self.schedule) is None
-        return is_whole and name in catalog.names() and catalog.family(name).follows_costs
+        return (
+            self.slicing is None and name in catalog.names() and catalog.family(name).follows_costs
+        )
 
     @property
     def bubble_rate(self) -> float:
@@ -314,7 +320,7 @@ class CurrentSchedule:
             placement=placement,
             back_to_back=self._in_a_row,
             **limit,
-            **({} if (slicing := slicing_of(self.schedule)) is None else {"slices": slicing}),
+            **({} if self.slicing is None else {"slices": self.slicing}),
         )
 
 

@@ -143,6 +143,7 @@ CONDITIONS: dict[str, Callable[[Asked], str | None]] = {
     "offload": _state("pipeline_offload", lambda table: bool(table.moved), "D and H"),
     "overlap": _flag(OVERLAP),
     "vocabulary": _flag("pipeline_vocabulary", "on"),
+    "slices": _flag("pipeline_slices"),
     "layer_streams": _layer_streams,
     "post_validation": _flag("enable_optimizer_post_validation"),
     "file": lambda asked: (

@@ -1,9 +1,9 @@
 """Token slices in Megatron's models: attention with a prefix, data and losses of one slice.
 
 A stage runs one slice of a microbatch at a time (:mod:`megatron_zb.schedules.slices`). Its layers
-see a shorter sequence. Only attention needs more: the keys and values of the slices before it, in F,
-and in B the gradients that the slices behind it leave for its own keys and values. Both are kept
-for each layer and microbatch by :class:`Prefix`. Gradients are summed in float32, as a sum in
+see a shorter sequence. Only attention needs more: in F, the keys and values of the slices before
+it, and in B, the gradients that the slices behind it leave for its own keys and values. Both are
+kept for each layer and microbatch by :class:`Prefix`. Gradients are summed in float32, as a sum in
 bfloat16 would lose digits with every slice.
 """
 
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from megatron_zb.errors import UsageError
@@ -26,6 +26,7 @@ from megatron_zb.megatron_core.adapter import Chunks, PipelineAdapter, build_ada
 from megatron_zb.megatron_core.connections import group_options
 from megatron_zb.megatron_core.current_schedule import JobSizes
 from megatron_zb.megatron_core.refusals import OVERLAP, Asked
+from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog, layout
@@ -83,6 +84,9 @@ def adapter_of(
     keeps_places = adapter.placed.keeps_places or not _is_placed(args)
     draws = asks_for_layer_streams(args.pipeline_random_streams, keeps_places)
     refusals.check(asked.known((adapter.schedule.placement,), draws_by_layer=draws))
+    if adapter.current.slicing is not None:
+        args.create_attention_mask_in_dataloader = False  # a mask of whole sequences
+        adapter.part(SlicesPart).reading = _reading_slice
     if draws:
         differ = args.data_parallel_random_init
         adapter.draw_by_layer(args.seed, steps_done or _steps_done, replicas_differ=differ)
@@ -172,6 +176,19 @@ def _steps_done() -> int:
     return int(get_args().curr_iteration)
 
 
+@contextmanager
+def _reading_slice(tokens: int) -> Iterator[None]:
+    """Let Megatron-LM's tensor-parallel ranks receive a batch of so many tokens."""
+    from megatron.training import get_args
+
+    args = get_args()
+    usual, args.seq_length = args.seq_length, tokens
+    try:
+        yield
+    finally:
+        args.seq_length = usual
+
+
 # --- model and batch
 
 
@@ -192,6 +209,7 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
         overlaps_exchange=bool(getattr(args, OVERLAP, False)),
         copy=copy_of(args),
         attention=balance.attention_of(with_derived(args)),
+        sequence=args.seq_length,
     )
 
 

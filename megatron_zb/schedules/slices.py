@@ -156,6 +156,12 @@ class Slicing:
             raise UsageError(f"slices {text!r}: give a number, such as 8, or lengths in tokens")
         return cls(tuple(numbers))
 
+    def __str__(self) -> str:
+        """Write the slices as :meth:`parse` reads them."""
+        if len(set(self.lengths)) == 1:
+            return str(self.slices)
+        return ",".join(f"{length:.15g}" for length in self.lengths)
+
     @classmethod
     def of_equal_time(cls, slices: int, costs: Costs, **choices: Any) -> Slicing:
         """Return slices that take equally long in F, B and W together: later ones are shorter."""
@@ -354,6 +360,25 @@ def in_units(schedule: Schedule, slicing: Slicing) -> Schedule:
 
     ranks = tuple(tuple(passes(rank)) for rank in schedule.ranks)
     return replace(schedule, ranks=ranks, rules=SlicedRules(slicing))
+
+
+def in_turns(schedule: Schedule) -> Schedule:
+    """Return a schedule of slices whose passes count turns, as if slices were microbatches.
+
+    :func:`in_units` is the inverse.
+    """
+    slicing = slicing_of(schedule)
+    assert slicing is not None, "of whole microbatches"
+    turns, last = Turns(slicing.slices, schedule.num_microbatches), slicing.slices - 1
+
+    def passes(rank: Sequence[Pass]) -> Iterator[Pass]:
+        for kind, stage, unit in rank:
+            k = int(unit) if kind is _F else turns.index(unit)
+            joins_later = slicing.joins_weight and kind is _B and k % slicing.slices != last
+            yield Pass(_BW if joins_later else kind, stage, k)
+
+    ranks = tuple(tuple(passes(rank)) for rank in schedule.ranks)
+    return replace(schedule, ranks=ranks, rules=TrainingRules())
 
 
 # --- orders in turns

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import gpt_cases
 import pytest
 import torch
-from gpt_cases import GPTCase, run
+from feature_matrix import _LATENT
+from gpt_cases import GPTCase, Outcome, run
 from ranks import RankPools
 
 MICROBATCHES = 3
@@ -32,6 +31,9 @@ CASES = {
         PLAIN,
         options=(("recompute_granularity", "selective"), ("recompute_modules", ("core_attn",))),
     ),
+    "latent attention": replace(PLAIN, options=_LATENT),
+    "sequence parallelism": replace(PLAIN, tensor_parallel=2, sequence_parallel=True),
+    "overlapped reduction": replace(PLAIN, data_parallel=2, overlap_grad_reduce=True),
 }
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto")
 
@@ -57,5 +59,38 @@ def distance(case: GPTCase, name: str, slices: str, forward_only: bool) -> float
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("what", CASES)
 def test_a_sliced_step_is_megatrons_up_to_rounding(ranks: RankPools, what: str, name: str) -> None:
-    found = ranks(2).run(distance, case=CASES[what], name=name, slices="4", forward_only=False)
+    case = CASES[what]
+    size = 2 * case.tensor_parallel * case.data_parallel
+    found = ranks(size).run(distance, case=case, name=name, slices="4", forward_only=False)
     assert max(found) < 1e-12
+
+
+@pytest.mark.parametrize("slices", ["8,6,2", "2"])
+def test_an_evaluation_and_unequal_slices(ranks: RankPools, slices: str) -> None:
+    for forward_only in (False, True):
+        found = ranks(2).run(
+            distance, case=PLAIN, name="v-half", slices=slices, forward_only=forward_only
+        )
+        assert max(found) < 1e-12
+
+
+def outcomes(case: GPTCase, name: str) -> Outcome:
+    return run(case, name, [MICROBATCHES], iterations=2)[MICROBATCHES]
+
+
+@pytest.mark.parametrize("name", SCHEDULES[1:])
+def test_all_schedules_of_the_same_slices_are_equal_to_the_last_bit(
+    ranks: RankPools, name: str
+) -> None:
+    case = GPTCase(layers=4, dtype="bfloat16", slices="4", tied=True)
+    expected, found = (ranks(2).run(outcomes, case=case, name=each) for each in ("1f1b", name))
+    assert [loss for one in found for loss in one.losses] == [
+        loss for one in expected for loss in one.losses
+    ]
+    gradients = [
+        {name: tensor for one in each for name, tensor in one.gradients.items()}
+        for each in (expected, found)
+    ]
+    assert gradients[0].keys() == gradients[1].keys()
+    for key, tensor in gradients[0].items():
+        assert torch.equal(tensor, gradients[1][key]), key

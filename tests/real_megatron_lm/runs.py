@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 SECONDS = 400
 RANKS = 4
 
@@ -136,3 +138,16 @@ def check_equal(run: Logged, stock: Logged) -> None:
     assert run.losses and run.losses == stock.losses
     assert run.norms == stock.norms
     assert run.evaluations == stock.evaluations
+
+
+def check_near(run: Logged, stock: Logged) -> None:
+    """What is logged, but for rounding: a unit of the last of seven digits."""
+    assert run.code == 0, run.output
+    for name in ("losses", "evaluations"):
+        ours, theirs = getattr(run, name), getattr(stock, name)
+        assert theirs and ours.keys() == theirs.keys()
+        for key, text in theirs.items():
+            assert float(ours[key]) == pytest.approx(float(text), rel=1e-6)
+    assert run.norms.keys() == stock.norms.keys()
+    for step, text in stock.norms.items():
+        assert float(run.norms[step]) == pytest.approx(float(text), abs=1.01e-3)

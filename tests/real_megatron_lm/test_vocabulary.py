@@ -12,24 +12,12 @@ from real_megatron_lm.runs import (
     PIPELINE_OF_TWO,
     Logged,
     check_equal,
+    check_near,
     pretrain,
 )
 
 WEIGHTS = {"untied": "--untie-embeddings-and-output-weights", "tied": ""}
 CUT = "--pipeline-schedule v-half --pipeline-vocabulary on"
-
-
-def check_near(run: Logged, stock: Logged) -> None:
-    """What is logged, but for rounding: a unit of the last of seven digits."""
-    assert run.code == 0, run.output
-    for name in ("losses", "evaluations"):
-        ours, theirs = getattr(run, name), getattr(stock, name)
-        assert theirs and ours.keys() == theirs.keys()
-        for key, text in theirs.items():
-            assert float(ours[key]) == pytest.approx(float(text), rel=1e-6)
-    assert run.norms.keys() == stock.norms.keys()
-    for step, text in stock.norms.items():
-        assert float(run.norms[step]) == pytest.approx(float(text), abs=1.01e-3)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron_zb import schedules
 from megatron_zb.cli.main import main
 from megatron_zb.errors import UsageError
+from megatron_zb.job.shared_build import pack, unpack
 from megatron_zb.schedules import Costs, InvalidSchedule, Pass, PassKind, Schedule, lower, simulate
 from megatron_zb.schedules.lowering import WaitReceive
 from megatron_zb.schedules.request import LimitTooSmall
@@ -458,3 +459,20 @@ def test_what_has_no_slices_is_refused(
 def test_numbers_that_cut_nothing_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="slices"):
         Slicing(**given)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "v-zb", "auto"])
+def test_a_packed_order_is_the_same_when_it_is_unpacked(name: str, joins: bool) -> None:
+    request: dict[str, Any] = {
+        "pipeline_size": 2,
+        "num_microbatches": 3,
+        "slices": Slicing((3.0, 2.0, 1.0), attention=0.3, joins_weight=joins),
+        "costs": Costs.uniform(pipeline_size=2),
+        "memory_limit": 1.0,
+    }
+    built = schedules.build(name, **request)
+    assert unpack(pack(built), name, request).ranks == built.ranks
+    assert unpack(pack(built), name, request).rules == built.rules
+    with pytest.raises(UsageError, match="microbatches"):
+        unpack(pack(built), name, request | {"num_microbatches": 2})

@@ -43,8 +43,8 @@ from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb.megatron_core.random_streams import global_parameters, initialise_by_global_name
 from megatron_zb.schedules import Schedule
-from megatron_zb.schedules.slices import Slicing
 from megatron_zb.schedules.layout import Layers
+from megatron_zb.schedules.slices import Slicing
 
 SEQUENCE, VOCABULARY = 16, 64
 

@@ -1,0 +1,28 @@
+"""The real pretrain_gpt.py on token slices: it logs what Megatron logs, up to rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from real_megatron_lm.runs import MODEL, PIPELINE_OF_TWO, Logged, check_near, pretrain
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["v-half --pipeline-slices 4", "zb-h1 --pipeline-slices 12,12,8", "1f1b --pipeline-slices 2"],
+)
+def test_two_ranks_log_what_megatron_logs(
+    checkout: Path, checkpoint_of_two: Path, stock_of_two: Logged, flags: str
+) -> None:
+    asked = f"--load {checkpoint_of_two} --pipeline-schedule {flags}"
+    check_near(pretrain(checkout, MODEL, PIPELINE_OF_TWO, asked, ranks=2), stock_of_two)
+
+
+def test_tensor_ranks_that_read_no_data_receive_slices(
+    checkout: Path, checkpoint_of_two: Path, stock_of_two: Logged
+) -> None:
+    parallel = "--tensor-model-parallel-size 2 --sequence-parallel"
+    asked = f"--load {checkpoint_of_two} --pipeline-schedule v-zb --pipeline-slices 4 {parallel}"
+    check_near(pretrain(checkout, MODEL, PIPELINE_OF_TWO, asked, ranks=4), stock_of_two)
