@@ -374,8 +374,9 @@ def in_turns(schedule: Schedule) -> Schedule:
     def passes(rank: Sequence[Pass]) -> Iterator[Pass]:
         for kind, stage, unit in rank:
             k = int(unit) if kind is _F else turns.index(unit)
-            joins_later = slicing.joins_weight and kind is _B and k % slicing.slices != last
-            yield Pass(_BW if joins_later else kind, stage, k)
+            if slicing.joins_weight and kind in (_W, _BW):
+                yield from (Pass(_W, stage, turn) for turn in range(k - last, k))
+            yield Pass(kind, stage, k)
 
     ranks = tuple(tuple(passes(rank)) for rank in schedule.ranks)
     return replace(schedule, ranks=ranks, rules=TrainingRules())

@@ -468,7 +468,7 @@ def test_a_packed_order_is_the_same_when_it_is_unpacked(name: str, joins: bool) 
         "pipeline_size": 2,
         "num_microbatches": 3,
         "slices": Slicing((3.0, 2.0, 1.0), attention=0.3, joins_weight=joins),
-        "costs": Costs.uniform(pipeline_size=2),
+        "costs": Costs.uniform(pipeline_size=2, forward=1.0, backward=1.2, weight=0.8),
         "memory_limit": 1.0,
     }
     built = schedules.build(name, **request)
