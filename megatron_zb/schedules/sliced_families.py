@@ -215,7 +215,8 @@ class _Search:
         best: tuple[float, Schedule] | None = None
         refused: list[UsageError] = []
         for placement in candidates(request):
-            if placement.chunks > _MOST_CHUNKS and request.chunks is None:
+            is_huge = self._passes(placement) > _HUGE
+            if request.chunks is None and placement.chunks > _MOST_CHUNKS and is_huge:
                 continue
             if best is not None and search._bound(placement) >= best[0]:
                 continue
@@ -231,6 +232,9 @@ class _Search:
             short = [error for error in refused if isinstance(error, LimitTooSmall)]
             raise min(short, key=lambda error: error.needed, default=refused[0])
         return best[1]
+
+    def _passes(self, placement: Placement) -> int:
+        return 3 * self.request.num_microbatches * placement.num_stages
 
     def _bound(self, placement: Placement) -> float:
         """Return a lower bound in seconds for any order on a placement."""
@@ -265,7 +269,7 @@ class _Search:
         known = [split_all(self._fused(order)) for order in fused]
         known += [it for each in orders for it in self._known("auto", placement, each, most)]
         is_v = placement == v_shape(p)
-        if 3 * most * placement.num_stages > _LARGE and not is_v:
+        if self._passes(placement) > _LARGE and not is_v:
             limits = self.request.limits(placement, most)
             timelines = [simulate(it, self.request.costs) for it in known]
             fitting = [it for it in timelines if keeps(it.peak_memory, limits)]
@@ -276,8 +280,9 @@ class _Search:
         )
 
 
-_MOST_CHUNKS = 4
 _LARGE = 24_000  # passes: known orders are good as they are, and a search takes long
+_MOST_CHUNKS = 4  # of huge problems
+_HUGE = 48_000
 _SECONDS = (1.0, 3.0)  # of a search on a placement, and on the V
 
 
