@@ -40,7 +40,8 @@ class Vocabulary:
     reach all ranks, and their parts to come back, than one message from a stage to the next.
     ``shares[r]`` is the share of the vocabulary on logical rank r, the same on all if left out.
     ``lookup`` are the seconds of E of all shards together, and those of G, if the embedding is cut,
-    too; None if it is whole.
+    too; None if it is whole. ``predicts`` says that the last stage embeds later tokens, for
+    multi-token prediction.
     """
 
     output: float
@@ -51,6 +52,7 @@ class Vocabulary:
     gather: float = 0.0
     shares: tuple[float, ...] = ()
     lookup: float | None = None
+    predicts: bool = False
 
     def times(self, factor: float) -> Vocabulary:
         """Return the costs of a microbatch that is so many times as long."""
@@ -273,15 +275,17 @@ class Costs:
         gather: float = 0.0,
         shares: Sequence[float] | None = None,
         lookup: float | None = None,
+        predicts: bool = False,
     ) -> Costs:
         """Return the costs with an output layer that is cut along the vocabulary over all ranks.
 
         Args:
-            output, weight, loss, held, scatter, gather, lookup: see :class:`Vocabulary`.
+            output, weight, loss, held, scatter, gather, lookup, predicts: see :class:`Vocabulary`.
             shares: the vocabulary's share of each logical rank, the same on all if left out.
 
         Raises:
-            UsageError: a value is negative or not finite, or the shares do not make a whole.
+            UsageError: a value is negative or not finite, the shares do not make a whole, or later
+                tokens are to be embedded with a whole embedding.
         """
         p = self.pipeline_size
         given = tuple([1 / p] * p if shares is None else shares)
@@ -297,8 +301,11 @@ class Costs:
                 f"costs: the shares of the vocabulary are {list(given)}: give one of 0 or more for "
                 f"each of the {p} ranks, 1 in all"
             )
+        if predicts and lookup is None:
+            raise UsageError("costs: predicts goes with a cut embedding: give lookup")
         self._check_one_length("the vocabulary")
-        return replace(self, vocabulary=Vocabulary(**values, shares=given, lookup=lookup))
+        cut = Vocabulary(**values, shares=given, lookup=lookup, predicts=predicts)
+        return replace(self, vocabulary=cut)
 
     def with_communication(
         self,
