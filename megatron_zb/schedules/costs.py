@@ -275,21 +275,19 @@ class Costs:
         gather: float = 0.0,
         shares: Sequence[float] | None = None,
         lookup: float | None = None,
-        predicts: bool = False,
     ) -> Costs:
         """Return the costs with an output layer that is cut along the vocabulary over all ranks.
 
         Args:
-            output, weight, loss, held, scatter, gather, lookup, predicts: see :class:`Vocabulary`.
+            output, weight, loss, held, scatter, gather, lookup: see :class:`Vocabulary`.
             shares: the vocabulary's share of each logical rank, the same on all if left out.
 
         Raises:
-            UsageError: a value is negative or not finite, the shares do not make a whole, or later
-                tokens are to be embedded with a whole embedding.
+            UsageError: a value is negative or not finite, or the shares do not make a whole.
         """
         p = self.pipeline_size
         given = tuple([1 / p] * p if shares is None else shares)
-        values = {"output": output, "weight": weight, "loss": loss, "held": held}
+        values: dict[str, Any] = {"output": output, "weight": weight, "loss": loss, "held": held}
         values |= {"scatter": scatter, "gather": gather}
         for name, value in (values | {"lookup": lookup or 0.0}).items():
             if not 0 <= value < float("inf"):
@@ -301,11 +299,13 @@ class Costs:
                 f"costs: the shares of the vocabulary are {list(given)}: give one of 0 or more for "
                 f"each of the {p} ranks, 1 in all"
             )
-        if predicts and lookup is None:
-            raise UsageError("costs: predicts goes with a cut embedding: give lookup")
         self._check_one_length("the vocabulary")
-        cut = Vocabulary(**values, shares=given, lookup=lookup, predicts=predicts)
-        return replace(self, vocabulary=cut)
+        return replace(self, vocabulary=Vocabulary(**values, shares=given, lookup=lookup))
+
+    def with_prediction(self) -> Costs:
+        """Return the costs of a cut embedding that embeds later tokens on the last stage, too."""
+        assert self.vocabulary is not None and self.cuts_embedding
+        return replace(self, vocabulary=replace(self.vocabulary, predicts=True))
 
     def with_communication(
         self,
