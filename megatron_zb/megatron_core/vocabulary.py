@@ -33,7 +33,7 @@ from megatron_zb.megatron_core.split_backward import (
 )
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, device
-from megatron_zb.megatron_core.vocabulary_prediction import Prediction, with_later
+from megatron_zb.megatron_core.vocabulary_prediction import PredictedLosses, with_later
 from megatron_zb.megatron_core.vocabulary_shard import CutEmbedding, CutOutput, cut
 from megatron_zb.runtime.executor import TRAINING, Allocate, Handler
 from megatron_zb.runtime.vocabulary import (
@@ -88,7 +88,7 @@ class VocabularyPart(StepPart):
     def __init__(self, physical: PhysicalPlacement) -> None:
         self._physical = physical
         self._output: CutOutput | None = None
-        self._prediction: Prediction | None = None
+        self._prediction: PredictedLosses | None = None
         self._handoff = HandoffBuffer()
 
     @property
@@ -107,7 +107,7 @@ class VocabularyPart(StepPart):
             chunks[self._output.chunk], "post_process", return_model_obj=True
         )
         if self._output.depths > 1 and model.post_process:
-            self._prediction = Prediction(model, self._output.shard)
+            self._prediction = PredictedLosses(model, self._output.shard)
 
     def weight_passes(self, step: Step) -> Mapping[int, int]:
         """Count the V and G of each chunk of this rank, which compute weight gradients."""
@@ -295,7 +295,7 @@ class LastStage(_End):
         split: SplitBackward,
         output: CutOutput,
         handoff: HandoffBuffer,
-        prediction: Prediction | None,
+        prediction: PredictedLosses | None,
     ) -> None:
         super().__init__(step, chunk, split, output, handoff)
         self._shard, self._end, self._prediction = output.shard, output.end, prediction

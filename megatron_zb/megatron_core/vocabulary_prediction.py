@@ -28,7 +28,7 @@ def with_later(tokens: torch.Tensor, depths: int, group: Any, packed: Any) -> li
     return found
 
 
-class Prediction:
+class PredictedLosses:
     """The last stage's ``model`` with multi-token prediction: stops it before its losses."""
 
     def __init__(self, model: Any, shard: VocabularyShard) -> None:

@@ -21,9 +21,7 @@ def gathered(outcome: Outcome, schedule: str | None = None) -> Outcome:
     parts = [one.gradients for one in all_ranks]
     if schedule is None:
         gradients = whole(parts)
-        if not gradients[
-            OUTPUT
-        ].any():  # tied: for multi-token prediction, Megatron has an unused one
+        if not gradients[OUTPUT].any():  # tied, beside multi-token prediction: Megatron has both
             gradients[OUTPUT] = gradients[EMBEDDING]
         return Outcome(all_ranks[-1].losses, gradients)
     logical = parts[::-1] if schedule.startswith("v-") else parts
