@@ -196,6 +196,7 @@ class ShardPasses:
             self._tied = TiedGradient(output.shard.weight, passes)
         self.embedding = EmbeddingPasses(step, output.embedding, first, self._tied)
         self._step, self._chunk, self._handoff = step, output.chunk, handoff
+        self._depths = output.depths
         self._shard = shard = output.shard
         self._fused = bool(step.config.gradient_accumulation_fusion)
         self._rows = shard.rows(sequence_parallel=bool(step.config.sequence_parallel))
@@ -232,10 +233,13 @@ class ShardPasses:
         sync.before_weight_gradients(self._chunk, lambda: {id(weight): 1})
         x, labels = Hidden.of(self._rows.gathered(hidden))
         gradient = self._rows.gradient(logits, labels, Loss.of(received), x.dtype)
+        # in products as long as Megatron's: longer sums would be less exact
+        parts = zip(*(of.chunk(self._depths) for of in (gradient, x)), strict=True)
         if self._fused:
-            accumulate_fused(x.contiguous(), gradient, getattr(weight, "main_grad", None))
+            for rows, inputs in parts:
+                accumulate_fused(inputs.contiguous(), rows, getattr(weight, "main_grad", None))
         else:
-            accumulate(weight, gradient.t() @ x)
+            accumulate(weight, reduce(add, [rows.t() @ inputs for rows, inputs in parts]))
         if self._tied is not None:
             self._tied.passed()
         self._release(hidden, logits)
