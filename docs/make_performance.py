@@ -164,7 +164,7 @@ def vocabulary_makespans(results: Iterable[dict[str, Any]]) -> list[str]:
         depths = result["sizes"].get("prediction_layers")
         for row in result["makespans"]:
             layers[f"{row['output_layers']:g}"] = None
-            name = f"`{row['schedule']}`" + (f", {depths} prediction layer" if depths else "")
+            name = f"`{row['schedule']}`" + (", prediction" if depths else "")
             cells.setdefault(name, []).extend(f"{row[key]:.1f}" for key in ("even", "best", "cut"))
     rows = [f"| {name} | {' | '.join(of)} |" for name, of in cells.items()]
     heads = " | ".join(f"{each}: even | best | parallel" for each in layers)
