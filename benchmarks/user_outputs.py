@@ -33,7 +33,7 @@ CHECKS = (
     f"--pipeline-schedule zb-2p --pipeline-memory-limit nonsense {_FOUR}",
     f"--pipeline-schedule v-min --pipeline-recompute 0.5 {_FOUR}",
     f"--pipeline-schedule auto --pipeline-recompute auto --pipeline-offload auto {_FOUR}",
-    f"--pipeline-schedule zb-h1 --pipeline-vocabulary on --mtp-num-layers 1 {_FOUR}",
+    f"--pipeline-schedule zb-h1 --pipeline-vocabulary on --mtp-detach-heads {_FOUR}",
     f"--pipeline-schedule zb-h1 --pipeline-post-validation {_FOUR}",
     f"--pipeline-schedule v-half --pipeline-model-parallel-size 1 {_SIZES}",
     f"--pipeline-schedule nothing {_FOUR}",

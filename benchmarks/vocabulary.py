@@ -3,13 +3,16 @@
 
   python benchmarks/vocabulary.py
   python benchmarks/vocabulary.py --output-layers 2.35 6 --schedules v-zb v-half v-min
+  python benchmarks/vocabulary.py --output-layers 2.35 --prediction-layers 1
 
 A model of --layers layers, whose F, B and W take .25, .3 and .2 and whose output layer takes as
 long as --output-layers of them, on --ranks pipeline ranks with messages of .05. Each schedule is
 built for even layers, for the best layers that count the output layer in, and for an output layer
 and an embedding that are cut: barriers, messages and the memory of the shards included, in the
-schedule's own memory and one microbatch more. Prints a table and, last, one
-JSON line with every makespan.
+schedule's own memory and one microbatch more. --prediction-layers are those of multi-token
+prediction: layers of the last stage, each of which runs the output layer once more. Cut, the best
+of the layouts that count them is taken. Prints a table and, last, one JSON line with every
+makespan.
 """
 
 from __future__ import annotations
@@ -54,19 +57,25 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=32, help="of a step (default 32)")
     parser.add_argument("--layers", type=int, default=32, help="of the model (default 32)")
     parser.add_argument("--output-layers", type=float, nargs="+", default=[2.35, 6.0])
+    parser.add_argument("--prediction-layers", type=int, default=0, help="(default 0)")
     parser.add_argument("--schedules", nargs="+", default=["v-zb", "v-half", "v-min"])
     return parser.parse_args()
 
 
 def _row(args: argparse.Namespace, name: str, output: float) -> dict[str, float | str]:
     placement = schedules.build(name, pipeline_size=args.ranks, num_microbatches=1).placement
+    predicted = args.prediction_layers
+    output *= 1 + predicted
     whole = [
-        _built(args, name, _with_layers(placement, counts, output))[0]
-        for counts in layout.choices(args.layers, placement, 0.0, output)
+        _built(args, name, _with_layers(placement, counts, output + predicted))[0]
+        for counts in layout.choices(args.layers, placement, 0.0, output + predicted)
     ]
-    cut, peak, bound = _built(args, name, _cut(args, output))
+    cut, peak, bound = min(
+        _built(args, name, _cut(args, _with_layers(placement, counts, predicted), output))
+        for counts in layout.choices(args.layers, placement, 0.0, predicted)
+    )
     return {
-        "output_layers": output,
+        "output_layers": output / (1 + predicted),
         "schedule": name,
         "even": whole[0],
         "best": min(whole),
@@ -87,7 +96,7 @@ def _built(args: argparse.Namespace, name: str, costs: Costs) -> tuple[float, fl
 
 
 def _with_layers(placement: Placement, counts: layout.Layout, output: float) -> Costs:
-    """The costs of stages with so many layers, the output layer on the last."""
+    """The costs of stages with so many layers, and more of them on the last one."""
     work = [float(count) for count in counts]
     work[-1] += output
     return Costs.of_slices(
@@ -100,22 +109,14 @@ def _with_layers(placement: Placement, counts: layout.Layout, output: float) -> 
     )
 
 
-def _cut(args: argparse.Namespace, output: float) -> Costs:
-    layers = args.layers
-    costs = Costs.of_slices(
-        pipeline_size=args.ranks,
-        forward=[_FORWARD] * layers,
-        backward=[_BACKWARD] * layers,
-        weight=[_WEIGHT] * layers,
-        p2p=_HOP,
-        activation=[1.0] * layers,
-    )
-    return costs.with_vocabulary(
+def _cut(args: argparse.Namespace, costs: Costs, output: float) -> Costs:
+    costs = costs.with_vocabulary(
         output=(_FORWARD + _BACKWARD) * output,
         weight=_WEIGHT * output,
-        held=_LOGITS * output + _INPUT * args.ranks,
+        held=_LOGITS * output + _INPUT * args.ranks * (1 + args.prediction_layers),
         lookup=0.0,
     )
+    return costs.with_prediction() if args.prediction_layers else costs
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 
     --vocabulary 8192 | tail -n 1 > docs/results/beside_megatron_8192.cpu.json
 python benchmarks/unequal_steps.py --turns 3 --steps 6 --warm-up 2 --hidden 512 --longest 1024 \
     | tail -n 1 > docs/results/unequal_steps.cpu.json
+python benchmarks/vocabulary.py --prediction-layers 1 --schedules v-zb \
+    | tail -n 1 > docs/results/vocabulary_prediction.json
 python docs/make_performance.py
 """
 
@@ -55,7 +57,7 @@ def page(text: str) -> str:
     text = with_table(text, "stages", sleeping_stages(runtime))
     text = with_table(text, "pairs", sleeping_pairs(_result("sleeping_pairs.cpu")))
     steps = [_result(f"beside_megatron_{vocabulary}.cpu") for vocabulary in (1024, 8192)]
-    makespans = _result("vocabulary")["makespans"]
+    makespans = [_result(name) for name in ("vocabulary", "vocabulary_prediction")]
     text = with_table(text, "vocabulary", vocabulary_makespans(makespans))
     text = with_table(text, "steps", vocabulary_steps(steps))
     text = with_table(text, "heavy", heavy_output(_result("heavy_output.cpu")))
@@ -154,16 +156,17 @@ def sleeping_pairs(runtime: dict[str, Any]) -> list[str]:
     return [summary, "", *textwrap.wrap(f"With pairs, simulated steps take {gains}.", 120)]
 
 
-def vocabulary_makespans(makespans: Iterable[dict[str, Any]]) -> list[str]:
+def vocabulary_makespans(results: Iterable[dict[str, Any]]) -> list[str]:
     """A line for each schedule: the makespans of layouts and of the shards, by output layer."""
     layers: dict[str, None] = {}
     cells: dict[str, list[str]] = {}
-    for row in makespans:
-        layers[f"{row['output_layers']:g}"] = None
-        cells.setdefault(row["schedule"], []).extend(
-            f"{row[key]:.1f}" for key in ("even", "best", "cut")
-        )
-    rows = [f"| `{name}` | {' | '.join(of)} |" for name, of in cells.items()]
+    for result in results:
+        depths = result["sizes"].get("prediction_layers")
+        for row in result["makespans"]:
+            layers[f"{row['output_layers']:g}"] = None
+            name = f"`{row['schedule']}`" + (", prediction" if depths else "")
+            cells.setdefault(name, []).extend(f"{row[key]:.1f}" for key in ("even", "best", "cut"))
+    rows = [f"| {name} | {' | '.join(of)} |" for name, of in cells.items()]
     heads = " | ".join(f"{each}: even | best | parallel" for each in layers)
     return table(f"| schedule | {heads} |", 3 * len(layers), rows)
 

@@ -38,7 +38,8 @@ TRANSFER = 0.05
 class Ends:
     """Number of layers that the embedding and the output layer count for, and its source.
 
-    ``cutting`` is what it takes besides to cut the output layer over all ranks.
+    ``cutting`` is what it takes besides to cut the output layer over all ranks, and ``kept`` the
+    part of ``output`` that stays on the last stage then: layers of multi-token prediction.
     """
 
     embedding: float
@@ -46,6 +47,7 @@ class Ends:
     known: str
     profile: Profile | None = None
     cutting: Cutting = field(default_factory=Cutting)
+    kept: float = 0.0
 
     def __str__(self) -> str:
         return (
@@ -83,7 +85,9 @@ def measured(path: Path, sizes: Mapping[str, int]) -> Ends:
                 f"{LAYOUT_FLAG} {path}: the profile is of a run with {flag} {found}, this one has "
                 f"{flag} {sizes[name]}: profile this model"
             )
-    return Ends(*Fit.of(profile).in_layers(), f"measured, {path}", profile)
+    fit = Fit.of(profile)
+    kept = fit.in_layers(cut=True)[1] if profile.multi_token else 0.0
+    return Ends(*fit.in_layers(), f"measured, {path}", profile, kept=kept)
 
 
 def costs_of(layers: int, pipeline_size: int, ends: Ends) -> Costs:
@@ -115,32 +119,38 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, cut: bool)
         return fit.costs(placement, layers)
     layer = p / max(sum(layers), 1)
     work = [layer * count for count in layers]
-    embedding, output = layer * ends.embedding, layer * ends.output
+    embedding, output = layer * ends.embedding, layer * (ends.output - ends.kept)
+    work[-1] += layer * ends.kept
     if not cut:
         work[0] += embedding
         work[-1] += output
     costs = Costs.of_slices(pipeline_size=p, forward=work, backward=work, weight=work, p2p=TRANSFER)
     if not cut:
         return costs
-    return ends.cutting.costs(
+    costs = ends.cutting.costs(
         costs, layer, products=2 * output, weight=output, embedding=3 * embedding
     )
+    return costs.with_prediction() if ends.kept else costs
 
 
-def with_counted_vocabulary(costs: Costs, layers: int, output: float) -> Costs:
+def with_counted_vocabulary(
+    costs: Costs, layers: int, output: float, *, predicts: bool = False
+) -> Costs:
     """Return equal costs with an output layer, of so many layers, cut over all ranks.
 
     Its logits and its part of the input gradient are O's, its weight gradient is V's. A run builds
     named schedules for these.
     """
     layer = output * costs.pipeline_size / max(layers, 1)
-    return costs.with_vocabulary(output=2 * layer, weight=layer, lookup=0.0)
+    costs = costs.with_vocabulary(output=2 * layer, weight=layer, lookup=0.0)
+    return costs.with_prediction() if predicts else costs
 
 
 def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> Ends:
     """Derive the ends from FLOPs; each multi-token prediction is a layer and an output layer."""
     output = output_flops / layer_flops
-    return Ends(0.0, output + multi_token * (1 + output), "counted from the sizes of the model")
+    known = "counted from the sizes of the model"
+    return Ends(0.0, output + multi_token * (1 + output), known, kept=float(multi_token))
 
 
 def balanced(layers: int, schedule: Schedule, ends: Ends) -> Balance:
@@ -153,7 +163,7 @@ def balanced(layers: int, schedule: Schedule, ends: Ends) -> Balance:
     """
     placement = schedule.placement
     is_cut = any(p.kind is PassKind.O for rank in schedule.ranks for p in rank)
-    whole, ends = ends, replace(ends, embedding=0.0, output=0.0) if is_cut else ends
+    whole, ends = ends, replace(ends, embedding=0.0, output=ends.kept) if is_cut else ends
     asked = Layers(layers, embedding=ends.embedding, output=ends.output)
     found = layout.balanced(asked, placement)
     even, *_ = layout.choices(layers, placement, ends.embedding, ends.output)
@@ -220,13 +230,11 @@ def ends_of(args: Any) -> Ends | None:
     if not all((args.hidden_size, args.num_attention_heads, args.seq_length)):
         return None
     layer = _layer_flops(args)
-    ends = counted(
-        layer,
-        2.0 * args.hidden_size * vocabulary,
-        getattr(args, "mtp_num_layers", None) or 0,
-    )
+    multi_token = getattr(args, "mtp_num_layers", None) or 0
+    ends = counted(layer, 2.0 * args.hidden_size * vocabulary, multi_token)
     tensor = args.tensor_model_parallel_size
-    return replace(ends, cutting=Cutting.of_sizes(layer, vocabulary, args.hidden_size, tensor))
+    cutting = Cutting.of_sizes(layer, vocabulary, args.hidden_size, tensor)
+    return replace(ends, cutting=cutting.times(1 + multi_token))
 
 
 def attention_of(args: Any) -> AttentionWork:

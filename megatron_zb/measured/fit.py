@@ -125,7 +125,10 @@ class Fit(CostModel):
             parts |= {name: FittedPart.measured(profile.parts, name) for name in measured}
         slowdown = _slowdowns(profile, parts)
         if profile.vocabulary is None:
-            left = {name: replace(part, embedding=0.0, output=0.0) for name, part in parts.items()}
+            left = {
+                name: replace(part, embedding=0.0, output=_predicting(profile, name, part))
+                for name, part in parts.items()
+            }
             return cls(profile, parts, left, slowdown)
         ends = _whole_ends(profile.vocabulary, profile.rank_of[0])
         whole = {name: part.with_ends(*ends[name]) for name, part in parts.items()}
@@ -135,11 +138,21 @@ class Fit(CostModel):
     def cutting(self) -> Cutting | None:
         """What it takes to cut the ends, counted; None where the profile does not tell the rows."""
         model, forward = self.profile.model, self.parts["forward"]
-        if model.vocabulary is None or not forward.output > 0:
+        if model.vocabulary is None:
             return None
-        output_flops = 2.0 * model.hidden_size * model.vocabulary
-        layer_flops = output_flops * forward.layer / forward.output
-        return Cutting.of_sizes(layer_flops, model.vocabulary, model.hidden_size, model.tensor)
+        output_flops, depths = 2.0 * model.hidden_size * model.vocabulary, self.depths
+        one = (forward.output - self.left["forward"].output) / depths
+        if not one > 0:
+            return None
+        cutting = Cutting.of_sizes(
+            output_flops * forward.layer / one, model.vocabulary, model.hidden_size, model.tensor
+        )
+        return cutting.times(depths)
+
+    @property
+    def depths(self) -> int:
+        """The number of times that the output layer runs."""
+        return 1 + self.profile.multi_token
 
     def cut_costs(self, placement: Placement, counts: Layout, cutting: Cutting) -> Costs:
         """Return the costs where output layer and embedding are cut over all ranks.
@@ -154,16 +167,18 @@ class Fit(CostModel):
         """
         costs, profile = self._costs(self.left, placement, counts), self.profile
         if profile.vocabulary is not None:
-            return profile.vocabulary.added_to(costs, profile.rank_of[-1])
-        output = {name: part.output for name, part in self.parts.items()}
-        return cutting.costs(
+            costs = profile.vocabulary.added_to(costs, profile.rank_of[-1])
+            return costs.with_prediction() if profile.multi_token else costs
+        output = {name: part.output - self.left[name].output for name, part in self.parts.items()}
+        costs = cutting.costs(
             costs,
             self.parts["forward"].layer,
             products=output["forward"] + output["backward"],
             weight=output["weight"],
-            embedding=sum(self.parts[name].embedding for name in _SECONDS),
+            embedding=self.depths * sum(self.parts[name].embedding for name in _SECONDS),
             held=output["activation"],
         )
+        return costs.with_prediction() if profile.multi_token else costs
 
     def layouts(self, placement: Placement, variant: Variant) -> Sequence[Layout]:
         """Return the even layout, and the one that counts the ends as so many layers."""
@@ -228,6 +243,14 @@ class Fit(CostModel):
             sum(part.embedding for part in seconds) / layer,
             sum(part.output for part in seconds) / layer,
         )
+
+
+def _predicting(profile: Profile, name: str, part: FittedPart) -> float:
+    """Return what multi-token prediction takes of a whole output layer, besides running it."""
+    if profile.parts is None or name in _BYTES:
+        return min(profile.multi_token * part.layer, part.output)
+    seconds: float = getattr(profile.parts.multi_token, name)
+    return seconds
 
 
 def _whole_ends(cut: CutVocabulary, start: int) -> dict[str, tuple[float, float]]:

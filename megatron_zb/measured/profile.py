@@ -368,7 +368,13 @@ class Profile(Section):
             costs = exchange.told_apart(costs)
         if self.vocabulary is None:
             return costs
-        return self.vocabulary.added_to(costs, placement.rank_of[-1], host=host)
+        costs = self.vocabulary.added_to(costs, placement.rank_of[-1], host=host)
+        return costs.with_prediction() if self.multi_token else costs
+
+    @property
+    def multi_token(self) -> int:
+        """Layers of multi-token prediction."""
+        return self.stages[-1].layers.count("m")
 
     def with_recomputation(self, costs: Costs) -> Costs:
         """Return the costs of the stages that ran, with the choice to drop activations.

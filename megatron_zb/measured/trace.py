@@ -28,7 +28,7 @@ from megatron_zb.schedules.schedule import Schedule
 _LARGEST = 1 << 28  # bytes of a file
 _Count = Annotated[int, Field(ge=0, lt=10_000_000)]
 _Seconds = Annotated[float, Field(gt=-1e6, lt=1e6)]
-_Kind = Literal["F", "B", "W", "R", "D", "H", "O", "P", "V", "E", "G"]
+_Kind = Literal["F", "B", "W", "R", "D", "H", "O", "P", "V", "E", "G", "M", "K"]
 _Ran = tuple[_Kind, _Count, _Count, _Seconds, _Seconds]
 _Waited = tuple[_Seconds, _Seconds]
 

@@ -56,6 +56,10 @@ class Cutting:
             traffic=_MORE_BYTES_OF_A_LOGIT * vocabulary * _FLOPS_PER_BYTE / layer_flops,
         )
 
+    def times(self, depths: int) -> Cutting:
+        """Return the work for the tokens of so many depths of prediction."""
+        return Cutting(depths * self.adding, depths * self.gathering, depths * self.traffic)
+
     def costs(
         self,
         costs: Costs,

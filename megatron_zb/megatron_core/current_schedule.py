@@ -370,8 +370,10 @@ def _assumed_costs(settings: ScheduleSettings, sizes: JobSizes) -> Costs:
         if sizes.ends is not None and layers > 0:
             costs = costs_of(layers, p, sizes.ends)
     if settings.pipeline_vocabulary == "on":
-        counted = 1.0 if sizes.known_ends is None else sizes.known_ends.output
-        costs = with_counted_vocabulary(costs, layers, sizes.vocabulary or counted)
+        ends, depths = sizes.known_ends, 1 + sizes.layers.multi_token
+        counted = 1.0 * depths if ends is None else ends.output - ends.kept
+        output = counted if sizes.vocabulary is None else sizes.vocabulary * depths
+        costs = with_counted_vocabulary(costs, layers, output, predicts=depths > 1)
     if sizes.overlaps_exchange:
         exchange = profile and profile.exchange
         shares = (exchange.share, exchange.loss) if exchange else ()

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial, reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +33,9 @@ from megatron_zb.megatron_core.split_backward import (
 )
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, device
-from megatron_zb.megatron_core.vocabulary_shard import CutEmbedding, CutOutput, Lookups, cut
-from megatron_zb.runtime.executor import Allocate, Handler
+from megatron_zb.megatron_core.vocabulary_prediction import PredictedLosses, with_later
+from megatron_zb.megatron_core.vocabulary_shard import CutEmbedding, CutOutput, cut
+from megatron_zb.runtime.executor import TRAINING, Allocate, Handler
 from megatron_zb.runtime.vocabulary import (
     LOSS_WIDTH,
     Hidden,
@@ -47,6 +49,20 @@ from megatron_zb.schedules.lowering import runs_of
 from megatron_zb.schedules.passes import Message, PassKind
 from megatron_zb.schedules.placement import Placement
 
+
+def _backward(
+    run: Handler,
+    stage: Any,
+    microbatch: int,
+    received: torch.Tensor | None = None,
+    later: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Run B or BW; that of the first stage may read the gradient of later tokens, too."""
+    if later is not None:
+        stage.handoff.later_gradients[microbatch] = later
+    return run(stage, microbatch, received)
+
+
 HANDLERS: dict[PassKind, Handler] = {
     PassKind.F: lambda stage, microbatch, *received: stage.forward(
         microbatch, *received or (None,)
@@ -58,6 +74,9 @@ HANDLERS: dict[PassKind, Handler] = {
     PassKind.G: lambda shard, microbatch, gradient=None: shard.embedding.backward_weight(
         microbatch, gradient, shard.sync
     ),
+    PassKind.M: lambda stage, microbatch: stage.send(stage.handoff.later, microbatch),
+    PassKind.K: lambda stage, microbatch: stage.send(stage.handoff.later_gradients, microbatch),
+    **{kind: partial(_backward, TRAINING[kind]) for kind in (PassKind.B, PassKind.BW)},
 }
 
 
@@ -69,6 +88,7 @@ class VocabularyPart(StepPart):
     def __init__(self, physical: PhysicalPlacement) -> None:
         self._physical = physical
         self._output: CutOutput | None = None
+        self._prediction: PredictedLosses | None = None
         self._handoff = HandoffBuffer()
 
     @property
@@ -83,6 +103,11 @@ class VocabularyPart(StepPart):
                 "model: give --pipeline-vocabulary off, or build one"
             )
         self._output = cut(chunks, self._physical)
+        model = get_attr_wrapped_model(
+            chunks[self._output.chunk], "post_process", return_model_obj=True
+        )
+        if self._output.depths > 1 and model.post_process:
+            self._prediction = PredictedLosses(model, self._output.shard)
 
     def weight_passes(self, step: Step) -> Mapping[int, int]:
         """Count the V and G of each chunk of this rank, which compute weight gradients."""
@@ -102,11 +127,12 @@ class VocabularyPart(StepPart):
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
         if number == step.physical.placement.num_stages - 1:
-            return partial(LastStage, output=self.output, handoff=self._handoff)
+            return partial(
+                LastStage, output=self.output, handoff=self._handoff, prediction=self._prediction
+            )
         if number != 0:
             return None
-        # on ranks that do not hold it there are no lookups, and nobody creates the stage
-        return partial(FirstStage, lookups=self.output.embedding.lookups)
+        return partial(FirstStage, output=self.output, handoff=self._handoff)
 
     def more_stages(self, stages: Mapping[int, Any], step: Step) -> Mapping[int, Any]:
         number = step.physical.placement.num_stages + step.logical
@@ -128,11 +154,17 @@ class VocabularyPart(StepPart):
 
 @dataclass
 class HandoffBuffer:
-    """Tensors that the last stage and the shard of its rank hand to each other, by microbatch."""
+    """Tensors that the last stage, the first, and a shard of one rank hand over, by microbatch.
+
+    ``later`` (depths x tokens, width) are the rows of the tokens that the last stage embeds for
+    multi-token prediction, and ``later_gradients`` their gradients.
+    """
 
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     parts: dict[int, torch.Tensor] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    later: dict[int, torch.Tensor] = field(default_factory=dict)
+    later_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class ShardPasses:
@@ -164,6 +196,7 @@ class ShardPasses:
             self._tied = TiedGradient(output.shard.weight, passes)
         self.embedding = EmbeddingPasses(step, output.embedding, first, self._tied)
         self._step, self._chunk, self._handoff = step, output.chunk, handoff
+        self._depths = output.depths
         self._shard = shard = output.shard
         self._fused = bool(step.config.gradient_accumulation_fusion)
         self._rows = shard.rows(sequence_parallel=bool(step.config.sequence_parallel))
@@ -200,10 +233,13 @@ class ShardPasses:
         sync.before_weight_gradients(self._chunk, lambda: {id(weight): 1})
         x, labels = Hidden.of(self._rows.gathered(hidden))
         gradient = self._rows.gradient(logits, labels, Loss.of(received), x.dtype)
+        # in products as long as Megatron's: longer sums would be less exact
+        parts = zip(*(of.chunk(self._depths) for of in (gradient, x)), strict=True)
         if self._fused:
-            accumulate_fused(x.contiguous(), gradient, getattr(weight, "main_grad", None))
+            for rows, inputs in parts:
+                accumulate_fused(inputs.contiguous(), rows, getattr(weight, "main_grad", None))
         else:
-            accumulate(weight, gradient.t() @ x)
+            accumulate(weight, reduce(add, [rows.t() @ inputs for rows, inputs in parts]))
         if self._tied is not None:
             self._tied.passed()
         self._release(hidden, logits)
@@ -222,7 +258,36 @@ class ShardPasses:
                 self.activation_memory.release(tensor)
 
 
-class LastStage(MegatronStage):
+class _End(MegatronStage):
+    """First or last stage: both look tokens up, the last one for multi-token prediction."""
+
+    def __init__(
+        self,
+        step: Step,
+        chunk: int,
+        split: SplitBackward,
+        output: CutOutput,
+        handoff: HandoffBuffer,
+    ) -> None:
+        super().__init__(step, chunk, split)
+        self.handoff, self._depths = handoff, output.depths
+        self._is_alone = output.end != output.embedding.start
+
+    def _with_later(self, tokens: torch.Tensor, packed: Any) -> list[torch.Tensor]:
+        return with_later(tokens, self._depths, self._step.pg_collection.cp, packed)
+
+    @cached_property
+    def _lookups(self) -> Any:
+        return get_attr_wrapped_model(
+            self._step.model[self.chunk], "pre_process", return_model_obj=True
+        ).embedding.word_embeddings
+
+    def send(self, of: dict[int, torch.Tensor], microbatch: int) -> torch.Tensor | None:
+        """Run M or K: return what goes to the rank of the other end, if it is another one."""
+        return of.pop(microbatch) if self._is_alone else None
+
+
+class LastStage(_End):
     """The last stage where the output layer is cut: its F ends before it, and P has the loss."""
 
     computes_loss = False
@@ -234,13 +299,15 @@ class LastStage(MegatronStage):
         split: SplitBackward,
         output: CutOutput,
         handoff: HandoffBuffer,
+        prediction: PredictedLosses | None,
     ) -> None:
-        super().__init__(step, chunk, split)
-        self._shard, self._handoff, self._end = output.shard, handoff, output.end
+        super().__init__(step, chunk, split, output, handoff)
+        self._shard, self._end, self._prediction = output.shard, output.end, prediction
         self._rows = output.shard.rows(sequence_parallel=bool(step.config.sequence_parallel))
         self._dtype = output.shard.weight.dtype
         self._loss_func: Any = None
-        self._open: dict[int, tuple[Any, torch.Size]] = {}
+        self._open: dict[int, tuple[Any, torch.Size, dict[str, Any]]] = {}
+        self._later: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         self._has_looked_at_loss = False
 
@@ -248,41 +315,64 @@ class LastStage(MegatronStage):
         output, self._loss_func = super()._user_step(*arguments, **options)
         return output, self._loss_func
 
-    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, microbatch: int, activation: torch.Tensor | None, *later: torch.Tensor
+    ) -> torch.Tensor:
         """Run F; return the message to all shards, of rows (tokens) with their labels."""
+        if self._prediction is not None:
+            self._embed(microbatch, *later or (self.handoff.later.pop(microbatch),))
         x = super().forward(microbatch, activation)
         assert x is not None
-        labels = self._rows.own(self._shard.labels().t())
+        call = {} if self._prediction is None else self._prediction.call()
+        packed = call.get("packed_seq_params")
+        every = self._with_later(self._shard.labels(), packed)
+        labels = torch.cat([self._rows.own(of.t()).reshape(-1) for of in every])
         rows = x.reshape(-1, x.size(-1)).to(self._dtype)
-        message = Hidden(rows, labels.reshape(-1)).packed()
-        self._open[microbatch] = (self._loss_func, x.shape)
-        self._handoff.hidden[microbatch] = message
+        message = Hidden(rows, labels).packed()
+        self._open[microbatch] = (self._loss_func, x.shape, call)
+        self.handoff.hidden[microbatch] = message
         return message
+
+    def _embed(self, microbatch: int, later: torch.Tensor) -> None:
+        """Let the prediction layers of the F that comes find the rows of later tokens."""
+        if not self._step.forward_only:
+            self._later[microbatch] = later.requires_grad_()
+            self._hold(later)
+        self._lookups.given = list(later.chunk(self._depths - 1))
 
     def put_together(self, microbatch: int, received: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Run P; return what V needs, for all ranks."""
-        loss_func, shape = self._open.pop(microbatch)
+        loss_func, shape, call = self._open.pop(microbatch)
         parts = list(received)
-        parts.insert(self._end, self._handoff.parts.pop(microbatch))
+        parts.insert(self._end, self.handoff.parts.pop(microbatch))
         trains = not self._step.forward_only
         with torch.no_grad():
             whole = put_together([ShardLoss.of(part) for part in parts], with_gradient=trains)
-            log, losses = map(self._rows.gathered, (whole.log, whole.per_token))
-        per_token = losses.view(-1, shape[1]).t().contiguous().requires_grad_(trains)
-        loss = self._loss(per_token, loss_func)
+            log = self._rows.gathered(whole.log)
+            every = self._sequences(whole.per_token, shape[1])
+        per_token = [of.contiguous().requires_grad_(trains) for of in every]
+        main = per_token[0]
+        if self._prediction is not None:
+            right = self._sequences(whole.right, shape[1])
+            main = self._prediction.main_loss(call, per_token, right)
+        loss = self._loss(main, loss_func)
         if not trains:
             return log
         if not self._has_looked_at_loss:  # its graph is small, and one for each step
             self._has_looked_at_loss = True
             self._refuse_other_uses(loss)
         torch.autograd.backward(loss)
-        assert per_token.grad is not None
-        gradient = per_token.grad.t().reshape(-1)
+        gradient = self._rows.in_order_of_ranks(torch.stack([_gradient(of) for of in per_token]))
         direction = whole.direction * self._rows.own(gradient).unsqueeze(1)
         self._gradients[microbatch] = direction.view(shape)
         message = Loss(log, gradient).packed()
-        self._handoff.losses[microbatch] = message
+        self.handoff.losses[microbatch] = message
         return message
+
+    def _sequences(self, own: torch.Tensor, batch: int) -> list[torch.Tensor]:
+        """Return numbers of the rank's tokens for each depth (batch, sequence)."""
+        every = self._rows.by_depth(self._rows.gathered(own), self._depths)
+        return [of.view(-1, batch).t() for of in every]
 
     def _start_of_backward(self, output: torch.Tensor) -> Any:
         if not self.split.has_looked:
@@ -317,7 +407,18 @@ class LastStage(MegatronStage):
         return self._scaled(loss, num_tokens)
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return super().backward(microbatch, self._gradients.pop(microbatch))
+        found = super().backward(microbatch, self._gradients.pop(microbatch))
+        if (later := self._later.pop(microbatch, None)) is not None:
+            self._release(later)
+            assert later.grad is not None, "every prediction layer embeds tokens"
+            self.handoff.later_gradients[microbatch] = later.grad
+        return found
+
+
+def _gradient(losses: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of losses (batch, sequence), all of each position together."""
+    assert losses.grad is not None, "the loss depends on every token"
+    return losses.grad.t().reshape(-1)
 
 
 def empty_message(
@@ -333,14 +434,16 @@ def empty_message(
     """
     sequence, batch, width = shape
     stages, everyone = placement.num_stages, placement.num_stages + placement.pipeline_size + 1
-    own, dtype = sequence * batch, output.shard.weight.dtype
+    depths, own, dtype = output.depths, output.depths * sequence * batch, output.shard.weight.dtype
     whole = own * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     looked_up = own if output.embedding.spread else whole
     sizes = {
         False: (own, hidden_width(width, dtype), dtype),
         True: (whole, LOSS_WIDTH, torch.float32),
     }
-    if message.stage == everyone:
+    if message.stage == everyone + 1:
+        sizes = dict.fromkeys(sizes, (looked_up // depths * (depths - 1), width, dtype))
+    elif message.stage == everyone:
         sizes = {False: (whole, 0, torch.int64), True: (looked_up, width, dtype)}
     elif message.stage > stages:
         sizes = {False: (looked_up, width, dtype), True: (own, part_width(width, dtype), dtype)}
@@ -364,15 +467,20 @@ class _Called(Exception):
         self.call = call
 
 
-class FirstStage(MegatronStage):
+class FirstStage(_End):
     """The first stage where the embedding is cut: its F is given what has been looked up."""
 
     def __init__(
-        self, step: Step, chunk: int, split: SplitBackward, lookups: Lookups | None
+        self,
+        step: Step,
+        chunk: int,
+        split: SplitBackward,
+        output: CutOutput,
+        handoff: HandoffBuffer,
     ) -> None:
-        super().__init__(step, chunk, split)
-        assert lookups is not None, "the rank of the first stage looks up tokens"
-        self._lookups = lookups
+        super().__init__(step, chunk, split, output, handoff)
+        embedding = output.embedding
+        self._rows = embedding.shard.rows(sequence_parallel=embedding.spread)
         self._calls: dict[int, _ModelCall] = {}
         self._running: _ModelCall | None = None
         self._found: dict[int, torch.Tensor] = {}
@@ -382,7 +490,8 @@ class FirstStage(MegatronStage):
         """Run the user's forward step up to the call of the model.
 
         Returns:
-            The tokens (sequence x batch) of the microbatch, all of each position together.
+            The tokens (sequence x batch) of the microbatch, all of each position together, and
+            those of all depths of prediction.
 
         Raises:
             UsageError: it does not call the model, or not with tokens.
@@ -406,9 +515,10 @@ class FirstStage(MegatronStage):
         finally:
             hook.remove()
         self._calls[microbatch] = call
-        return self._tokens(call).t().reshape(-1).contiguous()
+        every = [of.t().reshape(-1) for of in self._tokens(call)]
+        return self._rows.in_order_of_ranks(torch.stack(every))
 
-    def _tokens(self, call: _ModelCall) -> torch.Tensor:
+    def _tokens(self, call: _ModelCall) -> list[torch.Tensor]:
         whole = get_attr_wrapped_model(
             self._step.model[self.chunk], "pre_process", return_model_obj=True
         )
@@ -419,7 +529,8 @@ class FirstStage(MegatronStage):
                 "the model was not called with input_ids, so the embedding cannot be cut along the "
                 "vocabulary: give --pipeline-vocabulary off"
             )
-        return tokens
+        packed = bound.arguments.get("packed_seq_params")
+        return self._with_later(tokens, packed)
 
     def give(self, microbatch: int, rows: torch.Tensor) -> None:
         """Take what this rank itself has looked up (tokens, width)."""
@@ -433,15 +544,17 @@ class FirstStage(MegatronStage):
         self, microbatch: int, activation: torch.Tensor | None, *more: torch.Tensor
     ) -> torch.Tensor | None:
         """Run F on the sum of what all ranks have looked up (tokens, width), each row by one."""
-        rows = self._found.pop(microbatch)
-        for others in (activation, *more):
-            assert others is not None, "every other rank has a shard"
-            rows = rows + others
+        assert activation is not None, "every other rank has a shard"
+        found = [self._found.pop(microbatch), activation, *more]
+        count = activation.size(0) // self._depths
+        if self._depths > 1:
+            self.handoff.later[microbatch] = reduce(add, [rows[count:] for rows in found])
         self._running = self._calls.pop(microbatch)
-        return super().forward(microbatch, rows)
+        return super().forward(microbatch, reduce(add, [rows[:count] for rows in found]))
 
     def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
-        self._lookups.given = activation
+        assert activation is not None
+        self._lookups.given = [activation]
         return super()._forward_step(microbatch, None)
 
     def _user_step(self, _data_iterator: Any, model: Any, *_more: Any) -> Any:
@@ -453,6 +566,8 @@ class FirstStage(MegatronStage):
         """Run B or BW; return the gradient of what was looked up (tokens, width), for all ranks."""
         found = super().backward(microbatch, gradient)
         assert found is not None, "the first stage embeds its tokens"
+        if self._depths > 1:
+            found = torch.cat([found, self.handoff.later_gradients.pop(microbatch)])
         self._gradients[microbatch] = found = found.contiguous()
         return found
 

@@ -106,16 +106,17 @@ class VocabularyShard(torch.nn.Module):
 
 
 class Lookups(torch.nn.Module):
-    """The word embedding of the first stage, which gives on what all shards have looked up.
+    """The word embedding of a stage, which gives on what all shards have looked up.
 
-    ``given`` (tokens, width) is that of the microbatch whose F runs next. ``spread`` says that each
-    tensor-parallel rank has the tokens of its part of the sequence (``reduce_scatter_embeddings``).
+    ``given`` (tokens, width) are those of its calls in the F that runs next. ``spread`` says that
+    each tensor-parallel rank has the tokens of its part of the sequence
+    (``reduce_scatter_embeddings``).
     """
 
     def __init__(self, spread: bool) -> None:
         super().__init__()
         self.spread = spread
-        self.given: torch.Tensor | None = None
+        self.given: list[torch.Tensor] = []
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return rows (sequence, batch, width) if they are spread, else (batch, sequence, width).
@@ -123,8 +124,7 @@ class Lookups(torch.nn.Module):
         Args:
             tokens: (batch, sequence), whose numbers have been looked up already.
         """
-        given, self.given = self.given, None
-        assert given is not None, "the embedding is called once in each F"
+        given = self.given.pop(0)
         rows = given.view(-1, tokens.size(0), given.size(1))
         return rows if self.spread else rows.transpose(0, 1)
 
@@ -132,15 +132,13 @@ class Lookups(torch.nn.Module):
 class CutEmbedding(NamedTuple):
     """A rank's part of a cut embedding, in its model ``chunk``.
 
-    ``lookups`` stands for it on the first stage, on the ``start``-th rank in logical order; None on
-    other ranks. ``spread`` is that of :class:`Lookups`; ``tied`` says that the weight is the output
-    layer's.
+    The ``start``-th rank in logical order has the first stage. ``spread`` is that of
+    :class:`Lookups`; ``tied`` says that the weight is the output layer's.
     """
 
     shard: VocabularyShard
     chunk: int
     start: int
-    lookups: Lookups | None
     spread: bool
     tied: bool
 
@@ -148,13 +146,15 @@ class CutEmbedding(NamedTuple):
 class CutOutput(NamedTuple):
     """A rank's part of a cut output layer, and of the embedding.
 
-    ``chunk`` of the rank holds it; ``end`` is the logical rank of the last stage.
+    ``chunk`` of the rank holds it; ``end`` is the logical rank of the last stage, and ``depths``
+    are 1 and the layers of multi-token prediction.
     """
 
     shard: VocabularyShard
     chunk: int
     end: int
     embedding: CutEmbedding
+    depths: int
 
 
 def cut(chunks: list[Any], physical: PhysicalPlacement) -> CutOutput:
@@ -192,14 +192,19 @@ def cut(chunks: list[Any], physical: PhysicalPlacement) -> CutOutput:
     models[chunk].output_layer = output.to(_device_of(models[chunk]))
     if last is not None:
         models[last].compute_language_model_loss = output.loss
-    lookups = None
-    if first is not None:
-        first.embedding.word_embeddings = lookups = Lookups(spread)
     for model in models:
-        model.share_embeddings_and_output_weights = False
+        if model.pre_process or (model.post_process and layer.depths > 1):
+            model.embedding.word_embeddings = Lookups(spread)
+        # no rank has a copy of a weight, whose gradients or checkpoints Megatron would add up
+        model.share_embeddings_and_output_weights = model.mtp_process = False
+        model.shared_embedding_or_output_weight = _nothing
     holder = chunk if layer.tied else 0
-    of_embedding = CutEmbedding(embedding, holder, start, lookups, spread, layer.tied)
-    return CutOutput(output, chunk, end, of_embedding)
+    of_embedding = CutEmbedding(embedding, holder, start, spread, layer.tied)
+    return CutOutput(output, chunk, end, of_embedding, layer.depths)
+
+
+def _nothing() -> None:
+    """Stand in for ``shared_embedding_or_output_weight``."""
 
 
 def _device_of(model: Any) -> torch.device:
@@ -230,20 +235,22 @@ class _OutputLayer(NamedTuple):
     width: int
     dtype: torch.dtype
     tied: bool
+    depths: int
     refused: str
 
     @classmethod
     def of(cls, model: Any) -> _OutputLayer:
         config = model.config
         reasons = {
-            "it is run again for multi-token prediction": getattr(config, "mtp_num_layers", None),
+            "multi-token prediction detaches it": getattr(config, "mtp_detach_heads", False),
             "it has a bias": getattr(model.output_layer, "bias", None) is not None,
             "its logits are scaled": getattr(config, "use_mup", False),
         }
         weight = model.output_layer.weight
         refused = next((why for why, holds in reasons.items() if holds), changed_by_user(weight))
         tied = bool(model.share_embeddings_and_output_weights)
-        return cls(weight.size(0), weight.size(1), weight.dtype, tied, refused)
+        depths = 1 + (getattr(config, "mtp_num_layers", None) or 0)
+        return cls(weight.size(0), weight.size(1), weight.dtype, tied, depths, refused)
 
     def check(self, p: int) -> None:
         if self.refused:

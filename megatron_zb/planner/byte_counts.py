@@ -101,12 +101,15 @@ def output_held(load: Workload) -> ActivationBytes:
 
     The layers of prediction themselves are included.
     """
-    held = one = _output_held(load)
+    return sum([_output_held(load)] * load.model.depths, prediction_held(load))
+
+
+def prediction_held(load: Workload) -> ActivationBytes:
+    """Count the bytes of the layers of multi-token prediction."""
     joined = 4 * load.tokens * load.model.hidden_size / load.strategy.tensor
+    held = ActivationBytes()
     for index in predicted_layers(load.model):
-        held += layer_held(load, index)
-    for _ in range(load.model.prediction_layers):
-        held = held + ActivationBytes(joined, 0.0 if load.frozen else joined) + one
+        held += layer_held(load, index) + ActivationBytes(joined, 0.0 if load.frozen else joined)
     return held
 
 
@@ -136,11 +139,13 @@ def message_buffers(load: Workload, chunks: int) -> float:
     return 4 * chunks * load.message() if load.strategy.pipeline > 1 else 0.0
 
 
-def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: bool) -> StateBytes:
+def rank_states(
+    load: Workload, layers: Sequence[int], embedding: bool, output: bool, *, cut: bool = False
+) -> StateBytes:
     """Count the states of a rank with these layers; the optimizer is distributed over data ranks.
 
     In fp8, a layer's weights keep two more bytes: themselves and their transpose in 8 bits. Frozen
-    weights have no gradient and no optimizer state.
+    weights have no gradient and no optimizer state. Where both ends are ``cut``, they are left out.
     """
     model, strategy = load.model, load.strategy
     dense, routed = weights_of(model, [*layers, *(predicted_layers(model) if output else [])])
@@ -151,7 +156,7 @@ def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: 
     ends = 1 if embedding and output and model.tied_embeddings else embedding + output
     if output and model.prediction_layers and not model.tied_embeddings and not embedding:
         ends += 1
-    ends_here = ends * model.hidden_size * model.vocabulary / strategy.tensor
+    ends_here = (0 if cut else ends) * model.hidden_size * model.vocabulary / strategy.tensor
     here = in_layers + ends_here
     sharded = (here - routed_here) / strategy.replicas + routed_here / strategy.expert_replicas
     weights = WEIGHT * here + (0 if strategy.precision == "bf16" else FP8_COPIES * in_layers)

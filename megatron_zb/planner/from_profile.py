@@ -68,11 +68,6 @@ class ProfileRequest:
 
     name: ClassVar[str] = "the profiled model"
 
-    @property
-    def multi_token(self) -> int:
-        """Layers of multi-token prediction."""
-        return self.profile.stages[-1].layers.count("m")
-
     def is_back_to_back(self, candidate: ScheduleCandidate) -> bool:
         """Return whether iterations of a schedule follow one another with no barrier."""
         return self.post_validation and candidate.splits
@@ -87,8 +82,6 @@ class ProfileRequest:
         """Why there is no row with a cut vocabulary, None if there can be."""
         profile = self.profile
         rows, p = profile.model.vocabulary, profile.pipeline_size * profile.model.tensor
-        if any("m" in stage.layers for stage in profile.stages):
-            return "multi-token prediction runs its output layer again"
         if self.post_validation:
             return "the forwards that post-validation runs again have no passes of it"
         if profile.vocabulary is not None:
@@ -111,7 +104,7 @@ class MeasuredRow(PlanRow):
     @property
     def written(self) -> str:
         """Layers of the stages, as Megatron's flag has them."""
-        return layout.text(layout.lettered(self.layout, self.asked.multi_token))
+        return layout.text(layout.lettered(self.layout, self.asked.profile.multi_token))
 
     @property
     def is_even(self) -> bool:
@@ -151,7 +144,7 @@ class MeasuredRow(PlanRow):
     def flags(self) -> list[str]:
         """Arguments for a pretrain script of Megatron-LM."""
         asked = self.asked
-        words = schedule_flags(self, asked.memory_limit, asked.multi_token)
+        words = schedule_flags(self, asked.memory_limit, asked.profile.multi_token)
         ranks = f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"
         words.insert(0 if self.megatron else 1, ranks)
         if not self.megatron and asked.is_back_to_back(self.runs):
@@ -287,8 +280,10 @@ class _MeasuredSearch(PlanSearch):
         )
         if candidate.overlaps_exchange:
             return with_exchange(costs)
-        _, output = self.fit.in_layers()
-        return with_counted_vocabulary(costs, profile.model.layers, output)
+        (_, output), (_, kept) = self.fit.in_layers(), self.fit.in_layers(cut=True)
+        predicts = profile.multi_token > 0
+        output -= kept if predicts else 0.0
+        return with_counted_vocabulary(costs, profile.model.layers, output, predicts=predicts)
 
     def try_cut(self, named: Sequence[ScheduleCandidate]) -> None:
         """Add rows of the fastest schedules of one or two chunks."""

@@ -258,6 +258,11 @@ class ModelConfig(Section):
         return self
 
     @property
+    def depths(self) -> int:
+        """The number of times that the output layer runs."""
+        return 1 + self.prediction_layers
+
+    @property
     def kinds(self) -> str:
         """A letter for each layer of a hybrid model, those of prediction included; else none."""
         pattern = self.hybrid_layer_pattern

@@ -162,7 +162,7 @@ def _of_rank(
     )
 
 
-_HOLD_NOTHING = (PassKind.P, PassKind.E, PassKind.G)
+_HOLD_NOTHING = tuple(map(PassKind, "PEGMK"))
 
 
 def peak_of(

@@ -64,7 +64,8 @@ class EvenSplit:
     def _rank_beside_shard(self) -> PassSeconds:
         pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
         layer = self._parts[0]
-        equal = (layer * layers + CountedShard(self.load).looked_up) * (1 / pipeline)
+        ends = CountedShard(self.load).looked_up + self.load.prediction()
+        equal = (layer * layers + ends) * (1 / pipeline)
         return max(equal, layer * math.ceil(layers / pipeline - 0.5), key=lambda w: w.total)
 
     @cached_property

@@ -59,7 +59,10 @@ class StageWorkload:
         ]
         shard = self.shard
         out[0] += self.load.embedding() if shard is None else shard.looked_up
-        out[-1] += self.load.output() if shard is None else shard.last_norm
+        if shard is None:
+            out[-1] += self.load.output()
+        else:
+            out[-1] += shard.last_norm + self.load.prediction()
         return tuple(out)
 
     @cached_property
@@ -83,7 +86,7 @@ class StageWorkload:
         if self.shard is None:
             out[-1] += byte_counts.output_held(self.load)
             return tuple(out)
-        out[-1] += self.shard.last_norm_held
+        out[-1] += self.shard.last_norm_held + byte_counts.prediction_held(self.load)
         return (*out, *[self.shard.held] * self.placement.pipeline_size)
 
     @cached_property
@@ -101,12 +104,12 @@ class StageWorkload:
 
     def _states_of(self, stages: Sequence[int]) -> StateBytes:
         """Return the bytes of stages on one rank, without its shard."""
-        is_whole, last = self.shard is None, self.placement.num_stages - 1
         return byte_counts.rank_states(
             self.load,
             [i for s in stages for i in self.layers_of[s]],
-            embedding=is_whole and 0 in stages,
-            output=is_whole and last in stages,
+            embedding=0 in stages,
+            output=self.placement.num_stages - 1 in stages,
+            cut=self.shard is not None,
         )
 
     def rank_work(self, rank: int) -> PassSeconds:
@@ -216,7 +219,7 @@ class StageWorkload:
         # Bytes of shards are left out: a run builds its order without them, and the memory of all
         # passes is counted afterwards.
         p, (crowded, alone) = self.placement.pipeline_size, self._crowding
-        return costs.with_vocabulary(
+        costs = costs.with_vocabulary(
             output=p * shard.output,
             weight=p * shard.weight,
             loss=shard.loss,
@@ -224,6 +227,7 @@ class StageWorkload:
             gather=2 * crowded - alone,
             lookup=p * shard.lookup,
         )
+        return costs.with_prediction() if self.load.model.prediction_layers else costs
 
     def _exchange(self, hops: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
         """Return the seconds for which a stage's forward and backward messages block its rank."""
@@ -280,7 +284,7 @@ class CountedCosts(CostModel):
         hides = variant.overlaps_exchange
         shard = CountedShard(load) if variant.cuts_vocabulary else None
         embedding = (load.embedding() if shard is None else shard.looked_up).total
-        output = load.output().total if shard is None else shard.loss
+        output = load.output().total if shard is None else shard.loss + load.prediction().total
         works = {model.kind(i): self._work(i, hides) for i in model.alike(range(model.layers))}
         weights = [works[model.kind(i)] for i in range(model.layers)]
         layer = sum(weights) / model.layers if hides else average_layer(load).total

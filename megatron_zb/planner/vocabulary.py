@@ -11,6 +11,7 @@ Counted as :mod:`megatron_zb.planner.work` counts, kernel by kernel of the passe
   each, in every microbatch.
 - E moves the rows of all tokens, and G their gradients; the link of the first stage's rank takes a
   message from each of the others and carries one to each.
+- Multi-token prediction does all this once more for each of its layers.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ They are the buffers of its three protocols (NCCL, src/init.cc)."""
 def why_not_cut(model: ModelConfig, *, post_validation: bool = False) -> str | None:
     """Return why the output layer of a model cannot be cut; None if it can."""
     reasons = {
-        "multi-token prediction runs its output layer again": model.prediction_layers > 0,
         "it is a hybrid model": bool(model.kinds),
         "the forwards that post-validation runs again have no passes of it": post_validation,
     }
@@ -83,12 +83,26 @@ class CountedShard:
 
     @property
     def _logits(self) -> float:
-        return self.load.tokens * self._rows
+        return self.load.model.depths * self.load.tokens * self._rows
 
     @property
     def _numbers(self) -> float:
         """Numbers of all tokens on a tensor-parallel rank between the products."""
-        return self.load.kept_tokens * self.load.model.hidden_size
+        return self._kept_tokens * self.load.model.hidden_size
+
+    @property
+    def _all_numbers(self) -> float:
+        """Numbers of all tokens."""
+        return self.load.model.depths * self.load.tokens * self.load.model.hidden_size
+
+    @property
+    def _kept_tokens(self) -> float:
+        return self.load.model.depths * self.load.kept_tokens
+
+    @property
+    def _collective(self) -> float:
+        """Seconds of one gathering of all tokens."""
+        return self.load.model.depths * self.load.collective()
 
     @property
     def _product(self) -> float:
@@ -98,16 +112,16 @@ class CountedShard:
     @property
     def output(self) -> float:
         """Seconds of O."""
-        numbers = _ROW * self.load.tokens * self.load.model.hidden_size + _PACKED * self._numbers
+        numbers = _ROW * self._all_numbers + _PACKED * self._numbers
         moved = self.load.moved(LOGIT_IN_O * self._logits + numbers)
-        messages = GATHERED_IN_O * self.load.collective()
+        messages = GATHERED_IN_O * self._collective
         return 2 * self._product + moved + messages + self.load.launches(_KERNELS_OF_O)
 
     @property
     def weight(self) -> float:
         """Seconds of V."""
         moved = self.load.moved(LOGIT_IN_V * self._logits)
-        messages = GATHERED_IN_V * self.load.collective()
+        messages = GATHERED_IN_V * self._collective
         return self._product + moved + messages + self.load.launches(_KERNELS_OF_V)
 
     @property
@@ -120,8 +134,8 @@ class CountedShard:
     @property
     def lookup(self) -> float:
         """Seconds of E, and of G."""
-        moved = self.load.moved(_ROW * self.load.tokens * self.load.model.hidden_size)
-        return moved + GATHERED_IN_E * self.load.collective() + self.load.launches(_KERNELS_OF_E)
+        moved = self.load.moved(_ROW * self._all_numbers)
+        return moved + GATHERED_IN_E * self._collective + self.load.launches(_KERNELS_OF_E)
 
     @property
     def looked_up(self) -> PassSeconds:
@@ -132,15 +146,15 @@ class CountedShard:
 
     @property
     def last_norm(self) -> PassSeconds:
-        """Seconds of the norm before the output layer, which is on the last stage."""
-        each = self.load.launches(1)
+        """Seconds of the norms before the output layer, which are on the last stage."""
+        each = self.load.launches(self.load.model.depths)
         forward, backward = self.load.moved(4 * self._numbers), self.load.moved(6 * self._numbers)
         return PassSeconds(forward + each, backward + each)
 
     @property
     def held(self) -> ActivationBytes:
         """Bytes from O to V: the last stage's output with its labels, and 16-bit logits."""
-        tokens = 2 * self._numbers + _LABEL * self.load.kept_tokens
+        tokens = 2 * self._numbers + _LABEL * self._kept_tokens
         return ActivationBytes(tokens + 2 * self._logits)
 
     @property
@@ -170,6 +184,6 @@ class CountedShard:
         ``near`` and ``far`` are the other ranks of the pipeline in its node and beyond. Messages
         in, of twice the size, take twice as long beside them.
         """
-        links, size = self.load.device.messages, self.load.message()
+        links, size = self.load.device.messages, self.load.model.depths * self.load.message()
         in_node, between = links.in_node.bandwidth, links.between_nodes.bandwidth
         return max(near * size / in_node, far * size / between)

@@ -165,10 +165,13 @@ class Workload:
 
         The layers of prediction themselves are included.
         """
-        one = self._output()
+        return self._output() * self.model.depths + self.prediction()
+
+    def prediction(self) -> PassSeconds:
+        """Return the work of the layers of multi-token prediction."""
         joined = self._weights(2 * self.model.hidden_size**2, parts=2)
         layers = sum(map(self.layer, predicted_layers(self.model)), PassSeconds())
-        return one + layers + (joined + one) * self.model.prediction_layers
+        return layers + joined * self.model.prediction_layers
 
     def _output(self) -> PassSeconds:
         """Return the work of the last norm, the vocabulary product and the loss in 32 bits."""

@@ -146,6 +146,18 @@ class Rows:
             return tokens
         return tokens.chunk(self.group.size())[self.group.rank()]
 
+    def in_order_of_ranks(self, depths: torch.Tensor) -> torch.Tensor:
+        """Return the tokens (depths, tokens) of all depths of prediction, rank by rank."""
+        return depths.unflatten(1, (self._parts, -1)).transpose(0, 1).flatten()
+
+    def by_depth(self, tokens: torch.Tensor, depths: int) -> torch.Tensor:
+        """Return what :meth:`in_order_of_ranks` was given."""
+        return tokens.view(self._parts, depths, -1).transpose(0, 1).flatten(1)
+
+    @property
+    def _parts(self) -> int:
+        return 1 if self.group is None or not self.sequence_parallel else self.group.size()
+
     def _places(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the row of each label, and whether it is one of this shard's."""
         places = labels - self.start
@@ -191,12 +203,14 @@ class Rows:
 class Whole(NamedTuple):
     """All parts put together: the loss of each token, and the gradient of the stage's output.
 
-    ``log`` is the logarithm of the sum of all exponentials, ``per_token`` the loss (tokens);
-    ``direction`` (tokens, width), in float32, is the gradient of a token's own loss.
+    ``log`` is the logarithm of the sum of all exponentials, ``per_token`` the loss (tokens), and
+    ``right`` whether the label's logit is the largest; ``direction`` (tokens, width), in float32,
+    is the gradient of a token's own loss.
     """
 
     log: torch.Tensor
     per_token: torch.Tensor
+    right: torch.Tensor
     direction: torch.Tensor
 
 
@@ -206,14 +220,15 @@ def put_together(parts: Sequence[ShardLoss], *, with_gradient: bool) -> Whole:
     scales = [(part.greatest - greatest).exp() for part in parts]
     total = _sum([part.total * scale for part, scale in zip(parts, scales, strict=True)])
     log = greatest + total.log()
-    loss = log - _sum([part.chosen for part in parts])
+    chosen = _sum([part.chosen for part in parts])
+    loss, right = log - chosen, chosen >= greatest
     if not with_gradient:
-        return Whole(log, loss, loss.new_empty(0))
+        return Whole(log, loss, right, loss.new_empty(0))
     weighted = _sum(
         [part.weighted * scale.unsqueeze(1) for part, scale in zip(parts, scales, strict=True)]
     )
     rows = _sum([part.row.float() for part in parts])
-    return Whole(log, loss, weighted / total.unsqueeze(1) - rows)
+    return Whole(log, loss, right, weighted / total.unsqueeze(1) - rows)
 
 
 def _sum(terms: list[torch.Tensor]) -> torch.Tensor:

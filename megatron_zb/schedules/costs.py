@@ -40,7 +40,8 @@ class Vocabulary:
     reach all ranks, and their parts to come back, than one message from a stage to the next.
     ``shares[r]`` is the share of the vocabulary on logical rank r, the same on all if left out.
     ``lookup`` are the seconds of E of all shards together, and those of G, if the embedding is cut,
-    too; None if it is whole.
+    too; None if it is whole. ``predicts`` says that the last stage embeds later tokens, for
+    multi-token prediction.
     """
 
     output: float
@@ -51,6 +52,7 @@ class Vocabulary:
     gather: float = 0.0
     shares: tuple[float, ...] = ()
     lookup: float | None = None
+    predicts: bool = False
 
     def times(self, factor: float) -> Vocabulary:
         """Return the costs of a microbatch that is so many times as long."""
@@ -285,7 +287,7 @@ class Costs:
         """
         p = self.pipeline_size
         given = tuple([1 / p] * p if shares is None else shares)
-        values = {"output": output, "weight": weight, "loss": loss, "held": held}
+        values: dict[str, Any] = {"output": output, "weight": weight, "loss": loss, "held": held}
         values |= {"scatter": scatter, "gather": gather}
         for name, value in (values | {"lookup": lookup or 0.0}).items():
             if not 0 <= value < float("inf"):
@@ -299,6 +301,11 @@ class Costs:
             )
         self._check_one_length("the vocabulary")
         return replace(self, vocabulary=Vocabulary(**values, shares=given, lookup=lookup))
+
+    def with_prediction(self) -> Costs:
+        """Return the costs of a cut embedding that embeds later tokens on the last stage, too."""
+        assert self.vocabulary is not None and self.cuts_embedding
+        return replace(self, vocabulary=replace(self.vocabulary, predicts=True))
 
     def with_communication(
         self,

@@ -23,22 +23,23 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_zb import files
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules.kinds import EMBEDDING_KINDS, Home
+from megatron_zb.schedules.kinds import PREDICTION_KINDS, Home
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import MOST_FORWARDS
 from megatron_zb.schedules.rules import (
     TRAINING,
     EmbeddingRules,
+    PredictionRules,
     TrainingRules,
     VocabularyRules,
 )
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.simulator import Timeline
 
-_LETTER = {it.kind: it.letter or str(it.kind) for it in EMBEDDING_KINDS}
+_LETTER = {it.kind: it.letter or str(it.kind) for it in PREDICTION_KINDS}
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
-_OF_SHARDS = {it.kind for it in EMBEDDING_KINDS if it.home not in (Home.STAGES, Home.INNER)}
+_OF_SHARDS = {it.kind for it in PREDICTION_KINDS if it.home not in (Home.STAGES, Home.INNER)}
 _CELL = re.compile(rf"([0-9]+)([{''.join(_KIND)}])([0-9]+)")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
@@ -154,8 +155,10 @@ def rules_of(ranks: Sequence[Sequence[Pass]]) -> TrainingRules:
     holders = tuple(rank for rank, row in enumerate(kinds) if PassKind.O in row)
     if not holders:
         return TRAINING
-    cut = EmbeddingRules if PassKind.E in set().union(*kinds) else VocabularyRules
-    return cut(holders)
+    found = set().union(*kinds)
+    if PassKind.M in found:
+        return PredictionRules(holders)
+    return (EmbeddingRules if PassKind.E in found else VocabularyRules)(holders)
 
 
 def _read(path: Path) -> str:

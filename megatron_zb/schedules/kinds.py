@@ -43,6 +43,7 @@ class Home(Enum):
 
     STAGES = "every stage"
     INNER = "every stage but the last"
+    FIRST = "the first stage"
     LAST = "the last stage"
     SHARDS = "every shard"
     LOOKUPS = "every shard, and the rank of the first stage"
@@ -115,7 +116,7 @@ class Kind:
 
 
 _F, _B, _W, _R, _D, _H = (PassKind(letter) for letter in "FBWRDH")
-_O, _P, _V, _E, _G = (PassKind(letter) for letter in "OPVEG")
+_O, _P, _V, _E, _G, _M, _K = (PassKind(letter) for letter in "OPVEGMK")
 
 _BACKWARD = Kind(
     _B,
@@ -226,4 +227,17 @@ EMBEDDING_KINDS = (
 E on the rank of the first stage reads the tokens of a microbatch and sends them to all ranks; E of
 each rank looks up those of its rows, and the first stage's F needs the sum of all. The gradient
 that the B of the first stage makes goes to all ranks, whose G adds those of their rows.
+"""
+
+PREDICTION_KINDS = (
+    *with_needs(
+        EMBEDDING_KINDS, {_F: (Need(_M, At.FIRST, At.LAST),), _B: (Need(_K, At.LAST, At.FIRST),)}
+    ),
+    Kind(_M, Home.FIRST, (Need(_F, At.SAME),), Due.ALWAYS),
+    Kind(_K, Home.LAST, (Need(_B, At.SAME),), is_gradient=True),
+)
+"""Those with multi-token prediction, which embeds the tokens that follow on the last stage.
+
+M sends their rows, the sum that the first stage's F has made, and K sends their gradient back to
+the B of the first stage. Where both stages are on one rank, nothing travels.
 """

@@ -35,7 +35,8 @@ class PassKind(str):
     shards together to the loss and the gradient of that stage's output; ``V`` is the weight
     gradient of the shard. Where the embedding is cut, too, ``E`` looks up a microbatch's tokens in
     the shard (on the rank of the first stage it reads them before), and ``G`` is the weight
-    gradient of these rows.
+    gradient of these rows. For multi-token prediction, E looks up the later tokens, too; ``M``
+    hands their rows from the first stage to the last one, and ``K`` their gradients back.
 
     The rules of a schedule define the inputs, outputs and valid orders of its passes:
     :class:`megatron_zb.schedules.rules.Rules`.
@@ -56,6 +57,8 @@ class PassKind(str):
     V: ClassVar[PassKind]
     E: ClassVar[PassKind]
     G: ClassVar[PassKind]
+    M: ClassVar[PassKind]
+    K: ClassVar[PassKind]
 
     words: str
     shades: tuple[str, str] | None
@@ -118,11 +121,13 @@ for _letters, _words, _shades in (
     ("V", "logit weights", ("#2D88AA", "#68D0F6")),  # cyan
     ("E", "embedding", None),
     ("G", "embedding weights", None),
+    ("M", "later tokens", None),
+    ("K", "gradient of later tokens", None),
 ):
     setattr(PassKind, _letters, PassKind.add(_letters, _words, _shades))
 
 
-LAUNCH_LITTLE = frozenset({PassKind.D, PassKind.H, PassKind.E, PassKind.G})
+LAUNCH_LITTLE = frozenset(map(PassKind, "DHEGMK"))
 """Kinds of passes that keep a GPU busy for microseconds, or not at all."""
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 from megatron_zb.schedules.kinds import (
     EMBEDDING_KINDS,
+    PREDICTION_KINDS,
     TRAINING_KINDS,
     VOCABULARY_KINDS,
     Due,
@@ -215,10 +216,18 @@ class EmbeddingRules(VocabularyRules):
     table = EMBEDDING_KINDS
 
 
+@dataclass(frozen=True)
+class PredictionRules(EmbeddingRules):
+    """Rules of vocabulary parallelism with multi-token prediction."""
+
+    table = PREDICTION_KINDS
+
+
 def _place(placement: Placement, message: Message) -> str:
     """Return which of the stages past the model's a message has; see :class:`TaskGraph`."""
     beyond = message.stage - placement.num_stages
-    return {0: "all", placement.pipeline_size + 1: "first"}.get(beyond, "shard")
+    ends = {1: "first", 2: "ends"}.get(beyond - placement.pipeline_size, "shard")
+    return ends if beyond else "all"
 
 
 _SHARD_MESSAGES = {
@@ -228,6 +237,8 @@ _SHARD_MESSAGES = {
     ("shard", True): "a part of the loss",
     ("first", False): "the tokens",
     ("first", True): "the gradient of the embedding",
+    ("ends", False): "the embedding of later tokens",
+    ("ends", True): "the gradient of the embedding of later tokens",
 }
 
 TRAINING = TrainingRules()

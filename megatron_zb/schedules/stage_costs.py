@@ -127,6 +127,7 @@ class StageCosts:
             PassKind.V: none + self.shards.weight,
             PassKind.P: (*none[1:], self.shards.loss),
             **dict.fromkeys((PassKind.E, PassKind.G), none + self.shards.lookup),
+            **dict.fromkeys((PassKind.M, PassKind.K), none),
         }
 
     @cached_property
@@ -145,6 +146,8 @@ class StageCosts:
                 hops[PassKind.E] = none + self.shards.of_lookup
                 first = (self.shards.from_first, *self.backward_hop[1:])
                 hops |= dict.fromkeys((PassKind.B, PassKind.BW), first)
+                hops |= {PassKind.M: (self.shards.told,) * len(none)}
+                hops |= {PassKind.K: (self.shards.from_first,) * len(none)}
         return hops
 
     @cached_property

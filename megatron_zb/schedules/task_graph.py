@@ -220,12 +220,16 @@ class TaskGraph:
         """Return the stage of a message: the reader's, or a number past all stages.
 
         With S stages and p ranks, S is what all shards read, S + 1 + r is made by the shard of
-        rank r, and S + p + 1 is what the rank of the first stage sends to all shards.
+        rank r, S + p + 1 is what the rank of the first stage sends to all shards, and S + p + 2
+        what the first and the last stage send to each other.
         """
         kind, stage, ranks, _ = self.rows[row]
+        beyond = self.placement.num_stages + self.placement.pipeline_size
         for reader in self.readers[row]:
-            needs = self.rows[reader].kind.needs
-            places = {need.at for need in needs if need.role in kind.roles}
+            needs = [need for need in self.rows[reader].kind.needs if need.role in kind.roles]
+            places = {need.at for need in needs}
+            if any(need.on is not None and need.at in (At.FIRST, At.LAST) for need in needs):
+                return beyond + 2
             if At.NEXT in places and self.rows[reader].stage == stage - 1:
                 return stage - 1
             from_first = self.placement.rank_of[0] in ranks and stage in (
@@ -233,7 +237,7 @@ class TaskGraph:
                 self.placement.num_stages + ranks[0],
             )
             if from_first and places & {At.FIRST, At.READER}:
-                return self.placement.num_stages + self.placement.pipeline_size + 1
+                return beyond + 1
         return stage + 1
 
     def pairs_of_ranks(self) -> set[tuple[int, int]]:
@@ -293,6 +297,7 @@ def _stages_of(
         yield from ((s, (rank,)) for s in range(stages) for rank in ranks_of[s])
     else:
         held = {Home.INNER: range(stages - 1), Home.LAST: range(stages - 1, stages)}
+        held[Home.FIRST] = range(1)
         yield from ((s, ranks_of[s]) for s in held.get(kind.home, range(stages)))
 
 

@@ -46,6 +46,26 @@ def test_counted_costs_have_the_output_layer_on_all_ranks_or_on_the_last_stage()
     assert found.lookup == pytest.approx(4 * (0.2 + 0.5 * 3 / 2) * layer)
 
 
+def test_layers_of_multi_token_prediction_stay_on_the_last_stage() -> None:
+    """Of a layer and 2 runs of 3 layers that are cut; a profile has timed them, or has not."""
+    placement, layers = v_shape(4), (2,) * 8
+    cut = costs_beside(placement, layers, Ends(0.0, 7.0, "by hand", kept=1.0), cut=True)
+    assert cut.forward[-1] == pytest.approx(3 * 4 / 16)
+    assert cut.vocabulary is not None and cut.vocabulary.predicts
+    assert cut.vocabulary.output == pytest.approx(2 * 6 * 4 / 16)
+    usual = profile()
+    predicting = usual.model_copy(
+        update={
+            "stages": [*usual.stages[:-1], usual.stages[-1].model_copy(update={"layers": "tm"})]
+        }
+    )
+    fit, found = Fit.of(predicting), Fit.of(usual)
+    assert fit.in_layers(cut=True)[1] == pytest.approx(1.0)
+    shared, whole = (of.cut_costs(placement, layers, Cutting()) for of in (fit, found))
+    assert shared.vocabulary is not None and whole.vocabulary is not None
+    assert shared.vocabulary.predicts and not whole.vocabulary.predicts
+
+
 def test_measured_costs_take_the_output_layer_off_the_last_stage() -> None:
     fit, placement = Fit.of(profile()), v_shape(4)
     whole = fit.costs(placement, (2,) * 8)

@@ -17,6 +17,7 @@ from brief_searches import briefly
 from cut_outcomes import gathered
 from gpt_cases import GPTCase, Outcome
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from ranks import RankPools
 
 M, SAMPLES = 4, 16
@@ -31,6 +32,7 @@ SIZES = [
 
 def outcomes(case: GPTCase, schedule: str | None) -> list[Outcome]:
     """Losses and gradients of each sample, of all pipeline ranks."""
+    MTPLossLoggingHelper.tracker.clear()  # of another number of layers
     found = []
     with briefly(), gpt_cases.built(case, schedule, M) as (adapter, chunks):
         function = adapter.forward_backward_func if adapter else get_forward_backward_func()
@@ -64,6 +66,21 @@ def distance(some: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     assert all(one.dtype is torch.float64 for one in exact)
     pairs = zip(some, exact, strict=True)
     return sum((a.double() - b).square().sum().item() for a, b in pairs) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tied", "dtype", "depths"),
+    [
+        pytest.param(*of, marks=() if of == ("v-half", True, "float32", 2) else FULL)
+        for of in product(("v-half", "zb-h1"), (True, False), ("float32", "bfloat16"), (1, 2))
+    ],
+)
+def test_so_are_they_with_multi_token_prediction(
+    ranks: RankPools, schedule: str, tied: bool, dtype: str, depths: int
+) -> None:
+    case = GPTCase(tied=tied, dtype=dtype, multi_token=depths, rotary=True)
+    for found in ranks(2).run(in_stocks_distance, case=case, schedule=schedule):
+        assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}
 
 
 @pytest.mark.parametrize(("p", "tensor", "tied", "dtype"), SIZES)

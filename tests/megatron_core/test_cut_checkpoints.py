@@ -97,6 +97,7 @@ JOURNEYS = {
 OPTIMIZERS = {
     "plain": GPTCase(layers=8),
     "tied": GPTCase(layers=8, tied=True),
+    "prediction": GPTCase(layers=8, multi_token=1, rotary=True),
     "distributed": GPTCase(layers=8, distributed_optimizer=True, overlap_grad_reduce=True),
     "bf16": GPTCase(layers=8, dtype="bfloat16"),
     "distributed-bf16": GPTCase(layers=8, dtype="bfloat16", distributed_optimizer=True),

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.vocabulary import FirstStage, TiedGradient
+from megatron_zb.megatron_core.vocabulary import FirstStage, HandoffBuffer, TiedGradient
 from megatron_zb.megatron_core.vocabulary_shard import Lookups
+from megatron_zb.runtime.vocabulary import Rows
 
 
 class Model(torch.nn.Module):
@@ -29,8 +30,8 @@ class Model(torch.nn.Module):
         return self.lookups(input_ids)
 
 
-def first_stage(step: Callable[..., Any], data: Iterator[Any]) -> FirstStage:
-    lookups = Lookups(spread=True)
+def first_stage(step: Callable[..., Any], data: Iterator[Any], depths: int = 1) -> FirstStage:
+    model = Model(Lookups(spread=True))
     called: Any = SimpleNamespace(
         physical=SimpleNamespace(holds_output=lambda *_: False),
         pp_rank=0,
@@ -39,10 +40,13 @@ def first_stage(step: Callable[..., Any], data: Iterator[Any]) -> FirstStage:
         memory=None,
         forward_step_func=step,
         data_iterators=[data],
-        model=[Model(lookups)],
+        model=[model],
     )
     split: Any = SimpleNamespace(queue=SimpleNamespace())
-    return FirstStage(called, 0, split, lookups)
+    shard = SimpleNamespace(rows=lambda sequence_parallel: Rows(0, 8))
+    embedding = SimpleNamespace(start=0, spread=True, shard=shard)
+    output: Any = SimpleNamespace(end=1, depths=depths, embedding=embedding)
+    return FirstStage(called, 0, split, output, HandoffBuffer())
 
 
 def test_a_microbatch_is_read_up_to_the_call_of_the_model() -> None:
@@ -58,6 +62,17 @@ def test_a_microbatch_is_read_up_to_the_call_of_the_model() -> None:
     assert stage.read(0).tolist() == [1, 4, 2, 5, 3, 6]
     assert stage.read(1).tolist() == [1.0] * 6
     assert after == []
+
+
+def test_for_prediction_the_tokens_that_follow_are_read_too() -> None:
+    """None follows the last one, for which Megatron takes number 0."""
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    stage = first_stage(lambda data, model: model(next(data)), iter([tokens]), depths=3)
+    assert stage.read(0).view(3, 3, 2).mT.tolist() == [
+        [[1, 2, 3], [4, 5, 6]],
+        [[2, 3, 0], [5, 6, 0]],
+        [[3, 0, 0], [6, 0, 0]],
+    ]
 
 
 def test_a_step_that_reads_no_tokens_is_refused() -> None:
@@ -84,7 +99,7 @@ def test_an_error_of_the_users_own_step_is_raised_and_the_hook_goes() -> None:
 def test_rows_have_the_shape_of_megatrons_embedding(spread: bool) -> None:
     """Of 3 tokens in 2 samples, in which a row of one number says which token it is."""
     lookups = Lookups(spread)
-    lookups.given = torch.tensor([[1.0], [4.0], [2.0], [5.0], [3.0], [6.0]])
+    lookups.given = [torch.tensor([[1.0], [4.0], [2.0], [5.0], [3.0], [6.0]])]
     rows = lookups(torch.ones(2, 3)).squeeze(2)
     of_samples = rows.t() if spread else rows
     assert of_samples.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]

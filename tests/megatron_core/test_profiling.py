@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import (
     Profile,
     ShardHost,
@@ -164,12 +165,22 @@ def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
     assert len({(stage.activation, stage.held_for_weight) for stage in middle}) == 1
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        GPTCase(layers=8, vocabulary=True),
+        pytest.param(GPTCase(layers=8, vocabulary=True, tied=True), marks=pytest.mark.full),
+        pytest.param(
+            GPTCase(layers=8, vocabulary=True, multi_token=1, rotary=True), marks=pytest.mark.full
+        ),
+    ],
+    ids=["plain", "tied", "prediction"],
+)
 def test_the_profile_of_a_run_with_a_cut_vocabulary(
-    ranks: RankPools, tmp_path: Path, tied: bool
+    ranks: RankPools, tmp_path: Path, case: GPTCase
 ) -> None:
     """Its losses and gradients are those of a run that does not measure."""
-    case, path = GPTCase(layers=8, vocabulary=True, tied=tied), tmp_path / "profile.yaml"
+    path, depths = tmp_path / "profile.yaml", 1 + case.multi_token
     pool = ranks(4)
     found = pool.run(train, case=case, schedule="v-half", iterations=ITERATIONS + 1, path=path)
     usual = pool.run(train, case=case, schedule="v-half", iterations=1)
@@ -185,7 +196,7 @@ def test_the_profile_of_a_run_with_a_cut_vocabulary(
     assert profile.model.vocabulary == VOCABULARY
     assert min(cut.loss, *(min(s.output, s.weight, s.lookup, s.gradient) for s in cut.shards)) > 0
     assert min(getattr(cut.host, name) for name in ShardHost.model_fields) > 0
-    tokens, hidden = SEQUENCE * 2, 32
+    tokens, hidden = SEQUENCE * 2 * depths, 32
     received = tokens * (4 * hidden + 16)  # the last stage's output and its labels
     logits = tokens * 4 * VOCABULARY // 4
     assert [s.held for s in cut.shards] == [received + logits] * 4
@@ -197,7 +208,11 @@ def test_the_profile_of_a_run_with_a_cut_vocabulary(
     assert costs.shards is not None
     assert set(costs.shards.held) == {cut.shards[0].held}
     traced = compare(path)
-    assert {p.kind for p in traced.measured.schedule.ranks[0]} == set(map(PassKind, "FBWOPVEG"))
+    kinds = set(map(PassKind, "FBWOPVEG" + "MK" * case.multi_token))
+    assert {p.kind for p in traced.measured.schedule.ranks[0]} == kinds
+    assert costs.shards is not None and Fit.of(profile).depths == depths
+    kept, _ = (Fit.of(profile).in_layers(cut=cut)[1] for cut in (True, False))
+    assert (kept > 0.5) is (depths > 1)
 
 
 def test_an_encoder_counts_as_a_part_of_the_embedding(ranks: RankPools, tmp_path: Path) -> None:
@@ -227,9 +242,17 @@ def test_auto_goes_on_with_a_schedule_for_what_it_has_measured(
     check_replanned(found)
 
 
-@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_auto_goes_on_with_a_cut_vocabulary_too(ranks: RankPools, tensor: int) -> None:
-    case, pool = GPTCase(vocabulary=True, tensor_parallel=tensor), ranks(2 * tensor)
+@pytest.mark.parametrize(
+    "case",
+    [
+        GPTCase(vocabulary=True),
+        pytest.param(GPTCase(vocabulary=True, tensor_parallel=2), marks=pytest.mark.full),
+        pytest.param(GPTCase(vocabulary=True, multi_token=1, rotary=True), marks=pytest.mark.full),
+    ],
+    ids=["plain", "tensor-parallel", "prediction"],
+)
+def test_auto_goes_on_with_a_cut_vocabulary_too(ranks: RankPools, case: GPTCase) -> None:
+    pool = ranks(2 * case.tensor_parallel)
     found = pool.run(train, case=case, schedule="auto", iterations=ITERATIONS + 2)
     check_replanned(found)
     for rank in found:

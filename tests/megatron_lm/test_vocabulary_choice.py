@@ -91,7 +91,6 @@ def test_auto_is_never_slower_than_either(name: str, rows: int) -> None:
     ("stock", "words"),
     [
         ({}, "its size is not known before the tokenizer is read: give --vocab-size"),
-        ({"mtp_num_layers": 1}, "multi-token prediction runs the output layer again"),
         ({"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion: the loss is put toget"),
         ({"multi_latent_attention": True}, "what it takes cannot be counted for this model"),
         (
@@ -112,12 +111,12 @@ def test_what_cannot_be_cut_stays_whole_and_says_why(stock: dict[str, Any], word
 @pytest.mark.parametrize(
     ("stock", "words"),
     [
-        ({"mtp_num_layers": 1}, "multi-token prediction runs the output layer again"),
+        ({"mtp_detach_heads": True}, "the weight would get the gradient of multi-token prediction"),
         ({"hybrid_layer_pattern": "M*-E"}, "only GPTModel is supported"),
         ({"cuda_graph_impl": "transformer_engine"}, "its passes are not captured"),
         ({"enable_optimizer_post_validation": True}, "the forwards that run again have no passes"),
     ],
-    ids=["multi-token", "hybrid", "graphs", "post-validation"],
+    ids=["detached", "hybrid", "graphs", "post-validation"],
 )
 def test_what_cannot_be_combined_is_refused_in_a_sentence(
     stock: dict[str, Any], words: str

@@ -16,6 +16,7 @@ from megatron_zb.cli import main as cli
 from megatron_zb.drawing.html_plan import save_plan
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import GIB
+from megatron_zb.planner import byte_counts
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.prediction import IterationSettings, peak_of, predict
@@ -37,6 +38,7 @@ from megatron_zb.schedules import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape
 
 LARGE = 32_000 * 8
+HYBRID: dict[str, Any] = {"hybrid_layer_pattern": "*-*-*-*-", "layers": 8}
 """Rows of a vocabulary that takes as long as some twenty layers of the small model."""
 ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))
 
@@ -208,22 +210,40 @@ def test_no_iteration_is_shorter_than_the_messages_on_that_link() -> None:
 
 def test_models_that_cannot_be_cut_are_named_with_the_reason() -> None:
     assert why_not_cut(small()) is None
-    rotary = {"rotary": {"base": 10000}}
-    for changes, words in (
-        ({"prediction_layers": 1, **rotary}, "multi-token prediction"),
-        ({"hybrid_layer_pattern": "*-*-*-*-", "layers": 8}, "hybrid"),
-    ):
-        why = why_not_cut(small(**changes))
-        assert why is not None and words in why
+    why = why_not_cut(small(**HYBRID))
+    assert why is not None and "hybrid" in why
     assert "post-validation" in (why_not_cut(small(), post_validation=True) or "")
 
 
 def test_a_plan_that_is_to_cut_what_cannot_be_cut_is_refused() -> None:
-    again = small(prediction_layers=1, rotary={"base": 10000}, vocabulary=LARGE)
-    with pytest.raises(UsageError, match="of small cannot be cut, because multi-token prediction"):
+    again = small(**HYBRID, vocabulary=LARGE)
+    with pytest.raises(UsageError, match="of small cannot be cut, because it is a hybrid model"):
         plan(["v-half"], model=again, vocabulary="on")
     said = vocabulary(plan(["zb-h1"], model=again))
-    assert said == ("no vocabulary parallelism: multi-token prediction runs its output layer again")
+    assert said == "no vocabulary parallelism: it is a hybrid model"
+
+
+def test_prediction_counts_for_one_more_output_layer_and_a_layer() -> None:
+    """The layers stay on the last stage; the rest is shared out."""
+    once, again = (
+        cut_stages(small(prediction_layers=layers, rotary={"base": 10000}, vocabulary=LARGE))
+        for layers in (0, 1)
+    )
+    assert once.shard is not None and again.shard is not None
+    for name in ("output", "weight", "lookup"):
+        assert getattr(again.shard, name) == pytest.approx(2 * getattr(once.shard, name)), name
+    assert again.shard.held.activation == 2 * once.shard.held.activation
+    layer = again.load.layer(0).total
+    predicted = again.work[-1].total - again.layout[-1] * layer - again.shard.last_norm.total
+    assert predicted == pytest.approx(again.load.output().total - 2 * once.load.output().total)
+    assert predicted > layer and again.layout[-1] < once.layout[-1]
+    more, usual = (
+        byte_counts.rank_states(of.load, [0], False, True, cut=True).weights for of in (again, once)
+    )
+    hidden = again.load.model.hidden_size
+    assert more - usual == usual + 2 * 2 * hidden**2  # 16 bits of a layer, and of what joins rows
+    costs = again.costs(blocking=False).vocabulary
+    assert costs is not None and costs.predicts and costs.output == 4 * again.shard.output
 
 
 def test_a_tied_weight_is_one_shard_of_each_rank() -> None:

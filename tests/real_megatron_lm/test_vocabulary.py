@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,25 @@ def start(
 
 def test_shards_of_a_stock_checkpoint_log_what_stock_logs(start: Start) -> None:
     check_near(start.shards, start.stock)
+
+
+def test_multi_token_prediction_logs_what_stock_logs(checkout: Path, tmp_path: Path) -> None:
+    """Its losses, too; from a checkpoint of Megatron's own, whose last stage has two embeddings."""
+    more = "--mtp-num-layers 2 --position-embedding-type rope"
+    flags = f"{MODEL} {PIPELINE_OF_TWO} {WEIGHTS['untied']} {more}"
+    saving = f"--exit-interval 2 --save {tmp_path} --save-interval 2"
+    first = pretrain(checkout, flags, saving, ranks=2)
+    assert first.code == 0, first.output
+    stock, shards = (
+        pretrain(checkout, flags, f"--load {tmp_path}", cut, ranks=2) for cut in ("", CUT)
+    )
+    check_near(shards, stock)
+    theirs, ours = (
+        [float(text) for text in re.findall(r"mtp_\d loss: (\S+)", run.output)]
+        for run in (stock, shards)
+    )
+    assert len(theirs) == 2 * 5
+    assert ours == pytest.approx(theirs, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["v-half", "zb-h1", "auto"])

@@ -20,7 +20,7 @@ from megatron_zb.schedules.task_graph import TaskGraph
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
-F, B, BW, O, P, V, E, G = (PassKind(kind) for kind in ("F", "B", "BW", "O", "P", "V", "E", "G"))  # noqa: E741
+F, B, BW, O, P, V, E, G, M, K = map(PassKind, "F B BW O P V E G M K".split())  # noqa: E741
 
 
 def _costs(p: int, lookup: float | None = 0.02) -> Costs:
@@ -76,6 +76,8 @@ def test_messages_go_where_they_are_read() -> None:
     [
         (Message(False, 9, 3), "the tokens"),
         (Message(True, 9, 3), "the gradient of the embedding"),
+        (Message(False, 10, 3), "the embedding of later tokens"),
+        (Message(True, 10, 3), "the gradient of the embedding of later tokens"),
         (Message(False, 6, 3), "a part of the embedding"),
         (Message(True, 6, 3), "a part of the loss"),
         (Message(False, 4, 3), "the output of the last stage"),
@@ -85,6 +87,35 @@ def test_messages_go_where_they_are_read() -> None:
 def test_messages_are_said_as_what_they_are(message: Message, said: str) -> None:
     rules = EmbeddingRules((0, 1, 2, 3))
     assert rules.message_in_words(looped(4), message) == f"{said}, microbatch 3"
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "v-half", "1f1b"])
+def test_with_prediction_the_ends_send_each_other_rows(name: str) -> None:
+    """M right behind the first stage's F, K behind the last one's backward; in a V nothing goes."""
+    schedule = schedules.build(
+        name, pipeline_size=4, num_microbatches=3, costs=_costs(4).with_prediction()
+    )
+    schedule.validate()
+    assert from_csv(to_csv(schedule)).rules == schedule.rules
+    last = schedule.placement.num_stages - 1
+    sent = {}
+    for kind, stage, follows in ((M, 0, (F,)), (K, last, (B, BW))):
+        rank = schedule.placement.rank_of[stage]
+        order = schedule.ranks[rank]
+        found = [(order[i - 1], p) for i, p in enumerate(order) if p.kind is kind]
+        assert [p for _, p in found] == [Pass(kind, stage, j) for j in range(3)]
+        assert all(of.kind in follows and of[1:] == p[1:] for of, p in found)
+        code = schedule.graph.code_of(Pass(kind, stage, 1), rank)
+        sent[kind] = schedule.graph.message_of(code), schedule.graph.reader_ranks(code)
+    ends = last + 1 + 4 + 2
+    assert sent == (
+        {M: (None, ()), K: (None, ())}
+        if name == "v-half"
+        else {M: (Message(False, ends, 1), (3,)), K: (Message(True, ends, 1), (0,))}
+    )
+    program = schedules.lower(schedule.forwards().validate())
+    kinds = {at.work.kind for rank in program.ranks for at in rank if isinstance(at, Run)}
+    assert kinds == {E, F, M, O, P}
 
 
 def _swapped(passes: tuple[Pass, ...], one: Pass, other: Pass) -> tuple[Pass, ...]:

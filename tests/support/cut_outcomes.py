@@ -20,7 +20,10 @@ def gathered(outcome: Outcome, schedule: str | None = None) -> Outcome:
     torch.distributed.all_gather_object(all_ranks, outcome, group=group)
     parts = [one.gradients for one in all_ranks]
     if schedule is None:
-        return Outcome(all_ranks[-1].losses, whole(parts))
+        gradients = whole(parts)
+        if not gradients[OUTPUT].any():  # tied, beside multi-token prediction: Megatron has both
+            gradients[OUTPUT] = gradients[EMBEDDING]
+        return Outcome(all_ranks[-1].losses, gradients)
     logical = parts[::-1] if schedule.startswith("v-") else parts
     return Outcome(all_ranks[-1].losses, with_shards(logical))
 

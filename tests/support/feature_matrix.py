@@ -126,6 +126,14 @@ ROWS = (
         schedules=("v-half", "zb-h1", "1f1b", "v-zb"),
         test="test_a_cut_output_layer_trains_as_megatrons",
     ),
+    Row(
+        "the same, multi-token prediction",
+        "`--mtp-num-layers 2`",
+        GPTCase(multi_token=2, rotary=True),
+        Verdict.ROUNDED,
+        schedules=("v-half", "zb-h1", "1f1b", "v-zb", "interleaved"),
+        test="test_prediction_trains_as_megatrons",
+    ),
     # precision
     _shown("float32", "no `--bf16`", _GRADIENTS, GPTCase()),
     _shown("bfloat16", "`--bf16`", _GRADIENTS, GPTCase(dtype="bfloat16")),

@@ -421,7 +421,11 @@ def _multi_token(case: GPTCase, layer: Any, config: Any, vp_stage: int | None) -
         return None
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=vp_stage)
+    spec = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=vp_stage)
+    for depth in spec.layer_specs if spec is not None and config.sequence_parallel else []:
+        for name in ("enorm", "hnorm", "layer_norm"):
+            setattr(depth.submodules, name, SequenceParallelNorm)
+    return spec
 
 
 def _initialise(case: GPTCase, chunks: list[Any], config: TransformerConfig) -> None:

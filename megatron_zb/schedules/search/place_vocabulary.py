@@ -6,7 +6,8 @@ then every O and P runs as soon as its inputs are there, and W and V fill the wa
 E and G, of the embedding, are placed in a finished order. Both take next to no time, so they change
 no other pass's place: E runs so early that what all ranks have found is there when the first
 stage's F begins, G when its gradient has long come: nobody waits for a G, and a rank should not
-wait in one because a pass of another has taken longer than expected.
+wait in one because a pass of another has taken longer than expected. M and K, which only send, run
+right behind the passes whose rows they send.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
-from megatron_zb.schedules.rules import EmbeddingRules, VocabularyRules
+from megatron_zb.schedules.rules import EmbeddingRules, PredictionRules, VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.hill_climbing import search
 from megatron_zb.schedules.search.kernels import engine
@@ -43,13 +44,26 @@ passes, the first stage's rank first and then the others."""
 def with_embedding(schedule: Schedule, costs: Costs) -> Schedule:
     """Return a schedule of a cut output layer with the passes of a cut embedding."""
     rules = schedule.rules
-    assert isinstance(rules, VocabularyRules)
+    assert isinstance(rules, VocabularyRules) and costs.vocabulary is not None
     timeline = simulate(schedule, costs)
     ranks = tuple(
         _merged(schedule.ranks[rank], timeline.start[rank], _additions(timeline, rank))
         for rank in range(len(schedule.ranks))
     )
-    return replace(schedule, ranks=ranks, rules=EmbeddingRules(rules.holders))
+    if not costs.vocabulary.predicts:
+        return replace(schedule, ranks=ranks, rules=EmbeddingRules(rules.holders))
+    ranks = tuple(tuple(_handing_on(rank, schedule.placement.num_stages - 1)) for rank in ranks)
+    return replace(schedule, ranks=ranks, rules=PredictionRules(rules.holders))
+
+
+def _handing_on(order: Sequence[Pass], last: int) -> Iterator[Pass]:
+    """Yield the passes of a rank with M and K."""
+    for p in order:
+        yield p
+        if p.kind is PassKind.F and p.stage == 0:
+            yield p._replace(kind=PassKind.M)
+        elif p.kind in (PassKind.B, PassKind.BW) and p.stage == last:
+            yield p._replace(kind=PassKind.K)
 
 
 def _additions(timeline: Timeline, rank: int) -> list[tuple[float, Pass]]:
