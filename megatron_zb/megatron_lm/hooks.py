@@ -14,7 +14,7 @@ import argparse
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -243,11 +243,12 @@ class ScheduledRun:
             keywords["pre_process"] = adapter.pre_process(pp_rank, vp_stage)
             keywords["post_process"] = adapter.post_process(pp_rank, vp_stage)
             naming = models.naming_chunk(vp_stage)
+            before = [(built, models.plain_settings(built)) for built in self._chunks[-1:]]
             with self._failing(), adapter.drawing_weights(), naming:
                 chunk = build(*args, **keywords)
             if getattr(chunk, "vp_stage", vp_stage) is None:
                 chunk.vp_stage = vp_stage
-            self._check_model(chunk)
+            self._check_model(chunk, before)
             self._chunks.append(chunk)
             if len(self._chunks) == adapter.chunks:
                 self._prepare_model()
@@ -277,8 +278,11 @@ class ScheduledRun:
             self._rendezvous.leave(self._building, error)
             raise
 
-    def _check_model(self, chunk: Any) -> None:
-        """Check a chunk; keep a refusal until all is built, since other ranks build along."""
+    def _check_model(self, chunk: Any, before: Sequence[tuple[Any, dict[str, Any]]] = ()) -> None:
+        """Check a chunk, and the settings of the one built before it.
+
+        A refusal is kept until all is built, since other ranks build along.
+        """
         try:
             models.check_model(
                 chunk,
@@ -286,6 +290,8 @@ class ScheduledRun:
                 self.adapter.physical.mirrored,
                 self.adapter.draws_by_layer,
             )
+            for built, settings in before:
+                models.check_settings(built, settings, self.adapter.schedule.name)
         except UsageError as error:
             self._failure = self._failure or error
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
+from megatron.core.transformer.transformer_config import TransformerConfig
+
 from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import STREAMS_FLAG
 from megatron_zb.megatron_core import versions
@@ -78,6 +80,35 @@ def _kinds_of(cls: type[Any]) -> Iterator[type[Any]]:
         yield cls
     for kind in cls.__subclasses__():
         yield from _kinds_of(kind)
+
+
+def plain_settings(chunk: Any) -> dict[str, Any]:
+    """Return the numbers, words and switches of the config that a chunk's layers read."""
+    config = getattr(language_model(chunk), "config", None)
+    found = {name: getattr(config, name, None) for name in TransformerConfig.__dataclass_fields__}
+    plain = (bool, int, float, str, type(None))
+    return {name: value for name, value in found.items() if isinstance(value, plain)}
+
+
+def check_settings(chunk: Any, before: dict[str, Any], schedule: str) -> None:
+    """Refuse a config that has changed while another chunk of its rank was built.
+
+    Layers such as those of Megatron-Bridge's Step-3.5 write their own settings into the config that
+    all share, so that the chunks built before would compute with those of the last.
+
+    Raises:
+        UsageError: names the first such setting.
+    """
+    now = plain_settings(chunk)
+    changed = [name for name, value in before.items() if now.get(name, value) != value]
+    if changed:
+        name = changed[0]
+        raise UsageError(
+            f"--pipeline-schedule {schedule} cannot run a {type(chunk).__name__} whose chunks share "
+            f"one config: building a chunk has changed its {name} from {before[name]} to "
+            f"{now[name]} for the others, too; use a schedule with one chunk per rank, such as "
+            "zb-h1"
+        )
 
 
 def check_pairs_of_model(chunk: Any) -> None:
