@@ -120,8 +120,7 @@ def in_the_way(recipe: Recipe, schedule: str) -> dict[str, str]:
     found = {
         name: why
         for name, why in NOT_A_FLAG.items()
-        if recipe["recipe"].startswith(name)
-        and not (name == "step3" and _has_one_chunk(schedule))
+        if recipe["recipe"].startswith(name) and not (name == "step3" and _has_one_chunk(schedule))
     }
     return found | {_name(c.flag): c.finding.why for c in _stopping(recipe, schedule)}
 

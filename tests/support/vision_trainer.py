@@ -110,7 +110,7 @@ def packs() -> Iterator[dict[str, Any]]:
     with TemporaryDirectory() as folder:
         for number, batch in enumerate(batches("step37")):
             pixels = batch["visual_inputs"].pixel_values
-            paths = []
+            paths: list[tuple[str, int]] = []
             for image in () if pixels is None else pixels:
                 paths.append((f"{folder}/{number}-{len(paths)}.png", IMAGE_ITEM_TYPE))
                 colours = (image.sigmoid() * 255).byte().permute(1, 2, 0).contiguous()
