@@ -179,16 +179,21 @@ def _takes_stage(build: Any) -> bool:
     return any(p.name == "vp_stage" or p.kind is p.VAR_KEYWORD for p in taken)
 
 
-def read_for_stages(original: Any, datasets: Any, *rest: Any, **keywords: Any) -> Any:
+def read_for_stages(original: Any, *args: Any, **keywords: Any) -> Any:
     """Run Megatron-LM's pretrain with a builder of datasets that takes the chunk's stage, too."""
+    given = signature(original).bind(*args, **keywords)
+    datasets = given.arguments[_DATASETS]
     if not _takes_stage(datasets):
 
         def build(samples: Any, vp_stage: int | None = None) -> Any:
             return datasets(samples)
 
         vars(build).update(getattr(datasets, "__dict__", {}))  # whether every rank has data
-        return original(build, *rest, **keywords)
-    return original(datasets, *rest, **keywords)
+        given.arguments[_DATASETS] = build
+    return original(*given.args, **given.kwargs)
+
+
+_DATASETS = "train_valid_test_dataset_provider"
 
 
 class ScheduledRun:

@@ -40,9 +40,14 @@ def test_a_builder_of_datasets_may_take_no_stage() -> None:
         return samples
 
     datasets.is_distributed = True  # type: ignore[attr-defined]
-    build = read_for_stages(lambda build, model: build, datasets, None)
+
+    def pretrain(config: Any, train_valid_test_dataset_provider: Any) -> Any:
+        return train_valid_test_dataset_provider
+
+    build = read_for_stages(pretrain, None, datasets)
     assert build(3, vp_stage=1) == 3
     assert build.is_distributed
+    assert read_for_stages(pretrain, None, build) is build
 
 
 def test_a_config_that_changes_while_chunks_are_built_is_refused() -> None:
