@@ -8,8 +8,9 @@ data/recipes.csv and data/recipes_other.csv have the settings of the 294 recipes
 (August 2026) whose pipeline has 2 ranks or more: 175 of pre-training for speed, and the others,
 fine-tuning and LoRA among them, whose adapters and packing are no flags. Each is turned into
 arguments of Megatron-LM and checked as by ``megatron-zb check``, at no size but its parallel
-sizes: the schedule places the layers, so that a recipe's own chunks and layout are left out.
-Nothing is trained. The last line is JSON: how many run with --schedule, and how many recipes each
+sizes: the schedule places the layers, so that a recipe's own chunks and layout are left out. The
+vision-language ones are of classes that tests/trainers/test_vision.py trains; nothing is trained
+here. The last line is JSON: how many run with --schedule, and how many recipes each
 setting is in the way of.
 """
 
@@ -35,6 +36,7 @@ with warnings.catch_warnings():
     from megatron_zb.megatron_lm.argument_table import Verdict
 
 from megatron_zb import schedules
+from megatron_zb.schedules import catalog
 
 DATA = Path(__file__).with_name("data")
 RECIPES = (DATA / "recipes.csv", DATA / "recipes_other.csv")
@@ -84,11 +86,9 @@ MODELS = {
     "glm5": "--multi-latent-attention --experimental-attention-variant dsa",
     "nemotron_3": "--hybrid-layer-pattern M*ME",
 }
-# Of the vision-language models, those of Megatron-Bridge's Qwen3VLModel, which a test trains.
-TRAINED = ("qwen3_vl", "qwen35_vl")
 NOT_A_FLAG = {
-    "multimodal": "a vision-language model of Megatron-Bridge's that was not tried",
     "deepseek_v4": "hyper-connections, which no release of Megatron-LM has",
+    "step3": "layers that write into the config that all chunks of a rank share",
 }
 
 
@@ -117,7 +117,11 @@ def words_of(recipe: Recipe) -> list[str]:
 
 def in_the_way(recipe: Recipe, schedule: str) -> dict[str, str]:
     """Return the settings of a recipe that do not go with a schedule, with the reasons."""
-    found = {name: why for name, why in NOT_A_FLAG.items() if _is(recipe, name)}
+    found = {
+        name: why
+        for name, why in NOT_A_FLAG.items()
+        if recipe["recipe"].startswith(name) and not (name == "step3" and _has_one_chunk(schedule))
+    }
     return found | {_name(c.flag): c.finding.why for c in _stopping(recipe, schedule)}
 
 
@@ -131,10 +135,9 @@ def unseen(recipe: Recipe, schedule: str) -> set[tuple[str, str]]:
     return {(c.flag, c.finding.shown_by) for c in report.of(Verdict.UNSEEN)}
 
 
-def _is(recipe: Recipe, name: str) -> bool:
-    if name == "multimodal" and recipe["recipe"].startswith(TRAINED):
-        return False
-    return bool(recipe.get(name)) or recipe["recipe"].startswith(name)
+def _has_one_chunk(schedule: str) -> bool:
+    placements = catalog.possible_placements(catalog.family(schedule), 4, None, None)
+    return any(placement.chunks == 1 for placement in placements)
 
 
 def _stopping(recipe: Recipe, schedule: str) -> list[checking.Checked]:

@@ -112,12 +112,12 @@ def main() -> int:
         print(f"m {m}, n {n}, attention {attention}")
         for name, it in zip(names, found, strict=True):
             print(f"  {name:28} {in_words(it)}  {it['placement']}", flush=True)
-    limits = []
+    limits: list[dict[str, Any]] = []
     for held in args.held:
         cut = slices.Slicing.equal(16, attention=0.5)
         limits.append({"limit": held, **built("auto", args.ranks, 8, cut, held)})
         print(f"auto, m 8, n 16, limit {held:.2f}: {in_words(limits[-1])}", flush=True)
-    large = {}
+    large: dict[str, Any] = {}
     if args.large:
         cut = slices.Slicing.equal(8, attention=0.5)
         large = built("auto", args.large, args.large, cut, (args.large + 7) / 8)

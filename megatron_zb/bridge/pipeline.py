@@ -376,8 +376,8 @@ class _Run(ScheduledRun):
         """Wrap the builder of a chunk."""
         return self._placed(build)
 
-    def _check_model(self, chunk: Any) -> None:
-        super()._check_model(chunk)
+    def _check_model(self, chunk: Any, before: Sequence[tuple[Any, dict[str, Any]]] = ()) -> None:
+        super()._check_model(chunk, before)
         layout, ours = chunk.config.pipeline_model_parallel_layout, self.adapter.layer_layout
         if self._failure is not None:
             return

@@ -328,8 +328,8 @@ def _initialise(
     parameter: torch.nn.Parameter, name: str, chunk: Any, config: Any, seed: int
 ) -> None:
     tied = getattr(chunk, "share_embeddings_and_output_weights", False)
-    if name == _OUTPUT_LAYER and tied:
-        name = _EMBEDDING  # the same name draws the same values
+    if tied and name.endswith(_OUTPUT_LAYER):  # the same name draws the same values
+        name = name.removesuffix(_OUTPUT_LAYER) + _EMBEDDING
     method = _method(name, parameter, config)
     parallel = getattr(parameter, "tensor_model_parallel", False)
     shape = list(parameter.shape)

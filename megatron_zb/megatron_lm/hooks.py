@@ -14,8 +14,8 @@ import argparse
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -174,6 +174,28 @@ def name_place(build: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> t
 _PLACE = ("pre_process", "post_process", "vp_stage")
 
 
+def _takes_stage(build: Any) -> bool:
+    taken = signature(build).parameters.values()
+    return any(p.name == "vp_stage" or p.kind is p.VAR_KEYWORD for p in taken)
+
+
+def read_for_stages(original: Any, *args: Any, **keywords: Any) -> Any:
+    """Run Megatron-LM's pretrain with a builder of datasets that takes the chunk's stage, too."""
+    given = signature(original).bind(*args, **keywords)
+    datasets = given.arguments[_DATASETS]
+    if not _takes_stage(datasets):
+
+        def build(samples: Any, vp_stage: int | None = None) -> Any:
+            return datasets(samples)
+
+        vars(build).update(getattr(datasets, "__dict__", {}))  # whether every rank has data
+        given.arguments[_DATASETS] = build
+    return original(*given.args, **given.kwargs)
+
+
+_DATASETS = "train_valid_test_dataset_provider"
+
+
 class ScheduledRun:
     """The part of this rank in a job with a schedule."""
 
@@ -232,38 +254,29 @@ class ScheduledRun:
         """Wrap the builder of a chunk to give embedding and output layer to the right chunks."""
         from megatron.core import parallel_state
 
-        adapter = self.adapter
-        with self._failing():
-            self._check_builder(build)
+        adapter, takes_stage = self.adapter, _takes_stage(build)
 
         def build_placed(*args: Any, **keywords: Any) -> Any:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
             args = name_place(build, args, keywords)
-            vp_stage = keywords.get("vp_stage")
+            vp_stage = keywords.get("vp_stage") if takes_stage else keywords.pop("vp_stage", None)
             keywords["pre_process"] = adapter.pre_process(pp_rank, vp_stage)
             keywords["post_process"] = adapter.post_process(pp_rank, vp_stage)
             naming = models.naming_chunk(vp_stage)
-            with self._failing(), adapter.drawing_weights(), naming:
+            asks = vp_stage is not None and not takes_stage
+            answering = models.answering(keywords) if asks else nullcontext()
+            before = [(built, models.plain_settings(built)) for built in self._chunks[-1:]]
+            with self._failing(), adapter.drawing_weights(), naming, answering:
                 chunk = build(*args, **keywords)
             if getattr(chunk, "vp_stage", vp_stage) is None:
                 chunk.vp_stage = vp_stage
-            self._check_model(chunk)
+            self._check_model(chunk, before)
             self._chunks.append(chunk)
             if len(self._chunks) == adapter.chunks:
                 self._prepare_model()
             return chunk
 
         return build_placed
-
-    def _check_builder(self, build: Any) -> None:
-        name, chunks = self.adapter.schedule.name, self.adapter.chunks
-        taken = signature(build).parameters.values()
-        if chunks > 1 and not any(p.name == "vp_stage" or p.kind is p.VAR_KEYWORD for p in taken):
-            raise UsageError(
-                f"--pipeline-schedule {name} has {chunks} chunks per rank, and the script's model "
-                "provider takes no vp_stage to tell them apart: use a schedule with one chunk per "
-                "rank, such as zb-h1"
-            )
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -277,8 +290,11 @@ class ScheduledRun:
             self._rendezvous.leave(self._building, error)
             raise
 
-    def _check_model(self, chunk: Any) -> None:
-        """Check a chunk; keep a refusal until all is built, since other ranks build along."""
+    def _check_model(self, chunk: Any, before: Sequence[tuple[Any, dict[str, Any]]] = ()) -> None:
+        """Check a chunk, and the settings of the one built before it.
+
+        A refusal is kept until all is built, since other ranks build along.
+        """
         try:
             models.check_model(
                 chunk,
@@ -286,6 +302,8 @@ class ScheduledRun:
                 self.adapter.physical.mirrored,
                 self.adapter.draws_by_layer,
             )
+            for built, settings in before:
+                models.check_settings(built, settings, self.adapter.schedule.name)
         except UsageError as error:
             self._failure = self._failure or error
 
@@ -436,6 +454,7 @@ class _Hooks:
             (parallel_state, "is_pipeline_first_stage", in_a_v(StageData.is_first_stage)),
             (utils, "is_first_or_last_pipeline_stage", placed(StageData.is_first_or_last_stage)),
             (*versions.batch_broadcast(), placed(StageData.get_batch_on_this_tp_rank)),
+            (training, "pretrain", read_for_stages),
             (training, "dummy_train_step", every(StageData.skip_step)),
             (training, "evaluate_and_print_results", every(StageData.evaluate)),
             *((*each, every(StageData.sums_of_lengths)) for each in versions.sums_of_lengths()),

@@ -8,12 +8,16 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
+from megatron.core import parallel_state
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.transformer_config import TransformerConfig
+
 from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import STREAMS_FLAG
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.model_ends import language_model, why_not_placed
 from megatron_zb.megatron_core.refusals import OVERLAP
-from megatron_zb.megatron_lm.replacing import replace_method
+from megatron_zb.megatron_lm import replacing
 from megatron_zb.parsing import flag_of
 
 
@@ -64,12 +68,41 @@ def naming_chunk(vp_stage: int | None) -> Iterator[None]:
             return
         original(model, *args, **keywords)
 
-    undo = [replace_method(kind, "__init__", build) for kind in _kinds_of(GPTModel)]
+    undo = [replacing.replace_method(kind, "__init__", build) for kind in _kinds_of(GPTModel)]
     try:
         yield
     finally:
         for each in undo:
             each()
+
+
+@contextmanager
+def answering(place: dict[str, Any]) -> Iterator[None]:
+    """Answer for the chunk that is built what its builder asks of Megatron, having no ``vp_stage``.
+
+    The one in ``pretrain_vlm.py`` asks which ends of the pipeline the chunk has.
+    """
+    ends = {"is_pipeline_first_stage": "pre_process", "is_pipeline_last_stage": "post_process"}
+    undo = [
+        replacing.replace(parallel_state, name, lambda *asked, end=end, **more: place[end])
+        for name, end in ends.items()
+    ]
+    undo.append(replacing.replace(transformer_block, "get_num_layers_to_build", _layers_of_chunk))
+    try:
+        yield
+    finally:
+        for each in reversed(undo):
+            each()
+
+
+def _layers_of_chunk(original: Any, config: Any, *rest: Any, **keywords: Any) -> int:
+    given = signature(original).bind(config, *rest, **keywords).arguments
+    if config.pipeline_model_parallel_size > 1 and given.get("vp_stage") is None:
+        raise UsageError(
+            "the script's model provider takes no vp_stage and asks for the layers of a chunk: let "
+            "it take vp_stage, or use a schedule with one chunk per rank, such as zb-h1"
+        )
+    return int(original(config, *rest, **keywords))
 
 
 def _kinds_of(cls: type[Any]) -> Iterator[type[Any]]:
@@ -78,6 +111,35 @@ def _kinds_of(cls: type[Any]) -> Iterator[type[Any]]:
         yield cls
     for kind in cls.__subclasses__():
         yield from _kinds_of(kind)
+
+
+def plain_settings(chunk: Any) -> dict[str, Any]:
+    """Return the numbers, words and switches of the config that a chunk's layers read."""
+    config = getattr(language_model(chunk), "config", None)
+    found = {name: getattr(config, name, None) for name in TransformerConfig.__dataclass_fields__}
+    plain = (bool, int, float, str, type(None))
+    return {name: value for name, value in found.items() if isinstance(value, plain)}
+
+
+def check_settings(chunk: Any, before: dict[str, Any], schedule: str) -> None:
+    """Refuse a config that has changed while another chunk of its rank was built.
+
+    Layers such as those of Megatron-Bridge's Step-3.5 write their own settings into the config that
+    all share, so that the chunks built before would compute with those of the last.
+
+    Raises:
+        UsageError: names the first such setting.
+    """
+    now = plain_settings(chunk)
+    changed = [name for name, value in before.items() if now.get(name, value) != value]
+    if changed:
+        name = changed[0]
+        raise UsageError(
+            f"--pipeline-schedule {schedule} cannot run a {type(chunk).__name__} whose chunks "
+            f"share one config: building a chunk has changed {name} from {before[name]} to "
+            f"{now[name]} for the others, too; use a schedule with one chunk per rank, such as "
+            "zb-h1"
+        )
 
 
 def check_pairs_of_model(chunk: Any) -> None:

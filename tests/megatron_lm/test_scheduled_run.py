@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import transformer_block
 from megatron_arguments import parsed
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_lm import models
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
-from megatron_zb.megatron_lm.hooks import ScheduledRun, name_place
+from megatron_zb.megatron_lm.hooks import ScheduledRun, name_place, read_for_stages
 
 
 def run_of(schedule: str) -> ScheduledRun:
@@ -22,20 +23,42 @@ def run_of(schedule: str) -> ScheduledRun:
     return ScheduledRun(adapter_of(args), rendezvous, args)
 
 
-def without_chunks(config: Any, pre_process: bool = True, post_process: bool = True) -> None:
-    """A model provider in the way of pretrain_vlm.py."""
+def test_a_builder_without_vp_stage_is_answered_for_its_chunk() -> None:
+    config = SimpleNamespace(pipeline_model_parallel_size=2, num_layers=3)
+    before = parallel_state.is_pipeline_first_stage, transformer_block.get_num_layers_to_build
+    with models.answering({"pre_process": True, "post_process": False}):
+        assert parallel_state.is_pipeline_first_stage()
+        assert not parallel_state.is_pipeline_last_stage(ignore_virtual=False)
+        with pytest.raises(UsageError, match=r"takes no vp_stage .* such as zb-h1"):
+            transformer_block.get_num_layers_to_build(config)
+    after = parallel_state.is_pipeline_first_stage, transformer_block.get_num_layers_to_build
+    assert after == before
 
 
-def with_chunks(config: Any, pre_process: bool, vp_stage: int | None = None) -> None:
-    """One in the way of pretrain_gpt.py."""
+def test_a_builder_of_datasets_may_take_no_stage() -> None:
+    def datasets(samples: int) -> int:
+        return samples
+
+    datasets.is_distributed = True  # type: ignore[attr-defined]
+
+    def pretrain(config: Any, train_valid_test_dataset_provider: Any) -> Any:
+        return train_valid_test_dataset_provider
+
+    build = read_for_stages(pretrain, None, datasets)
+    assert build(3, vp_stage=1) == 3
+    assert build.is_distributed
+    assert read_for_stages(pretrain, None, build) is build
 
 
-def test_a_model_provider_that_knows_no_chunks_is_refused_where_there_are_some() -> None:
-    with pytest.raises(UsageError, match=r"v-half has 2 chunks .* takes no vp_stage"):
-        run_of("v-half")._check_builder(partial(without_chunks, None))
-    run_of("zb-h1")._check_builder(without_chunks)
-    for provider in (partial(with_chunks, None), lambda **keywords: None):
-        run_of("v-half")._check_builder(provider)
+def test_a_config_that_changes_while_chunks_are_built_is_refused() -> None:
+    config = SimpleNamespace(activation_func_clamp_value=None, _vp_stage=0)
+    chunk = SimpleNamespace(config=config)
+    before = models.plain_settings(chunk)
+    config._vp_stage = 1
+    models.check_settings(chunk, before, "v-half")
+    config.activation_func_clamp_value = 7.0
+    with pytest.raises(UsageError, match=r"activation_func_clamp_value from None to 7\.0 .* zb-h1"):
+        models.check_settings(chunk, before, "v-half")
 
 
 class LanguageModelOfATest(GPTModel):

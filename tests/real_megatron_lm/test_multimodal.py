@@ -25,6 +25,7 @@ def trained(checkout: Path, *flags: str) -> Logged:
         (ENCODER, "zb-h1"),
         (f"{MODEL} --freeze-ViT", "zb-h1"),
         (f"{MODEL} --freeze-LM", "zb-h1"),
+        (MODEL, "v-half --pipeline-random-streams rank"),
     ],
 )
 def test_a_model_with_images_logs_what_stock_logs(
@@ -45,10 +46,3 @@ def test_an_encoder_has_all_its_layers_beside_fewer_of_the_language_model(checko
     assert run.code == 0, run.output
     assert list(run.losses) == [1, 2]
     assert "stage 0 (embedding, layers 1-1)" in run.output
-
-
-def test_several_chunks_need_a_model_provider_that_knows_them(checkout: Path) -> None:
-    run = trained(checkout, MODEL, "--pipeline-schedule v-half")
-    assert run.code != 0
-    assert "takes no vp_stage" in run.error
-    assert run.error.count("\n") == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +45,7 @@ ADAPTED = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 # Bridge would ask whether a layer is of Transformer-Engine's classes, which are names only.
 peft_utils.HAVE_TE = False
 
-_ON_A_CPU: dict[str, Any] = {
+ON_A_CPU: dict[str, Any] = {
     "apply_rope_fusion": False,
     "attention_dropout": 0.0,
     "bias_activation_fusion": False,
@@ -73,14 +74,14 @@ def new_provider(pipeline_size: int) -> GPTModelProvider:
         pipeline_model_parallel_size=pipeline_size,
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
-        **_ON_A_CPU,
+        **ON_A_CPU,
     )
 
 
 def imported_provider(bridge: AutoBridge, pipeline_size: int) -> GPTModelProvider:
     """The provider for a model in Hugging Face's format, whose weights Bridge then imports."""
     provider = bridge.to_megatron_provider()
-    for name, value in _ON_A_CPU.items():
+    for name, value in ON_A_CPU.items():
         setattr(provider, name, value)
     provider.transformer_layer_spec = partial(_local_layers, normalization="RMSNorm")
     provider.pipeline_model_parallel_size = pipeline_size
@@ -105,6 +106,7 @@ class BridgeJob:
         *,
         adapted: bool = False,
         draws: bool = True,
+        clip_grad: float = 1.0,
         forward_step: Callable[..., Any] = forward_step,
         batches: Callable[[], Iterator[Any]] | None = None,
     ) -> None:
@@ -131,11 +133,11 @@ class BridgeJob:
         )
         if provider.finalize_model_grads_func is None:  # the schedule has set its own
             provider.finalize_model_grads_func = finalize_model_grads
-        optimizer = OptimizerConfig(lr=1e-2, clip_grad=1.0, weight_decay=0.0)
+        optimizer = OptimizerConfig(lr=1e-2, clip_grad=clip_grad, weight_decay=0.0)
         self._optimizer = get_megatron_optimizer(optimizer, self.model)
-        self._state = _state(provider, ddp)
-        if batches is None:
-            forward_step = partial(forward_step, self._state)
+        self.state = _state(provider, ddp)
+        if "state" in signature(forward_step).parameters:
+            forward_step = partial(forward_step, self.state)
         self._messages = P2PCommunicator(pp_group=self._groups.pp, config=provider)
         self._data = RerunDataIterator((batches or _batches)())
         self._forward_step = forward_step
@@ -148,7 +150,7 @@ class BridgeJob:
             self.model,
             self._optimizer,
             SimpleNamespace(step=lambda increment: None),
-            self._state,
+            self.state,
             self._groups,
             get_forward_backward_func(),
             p2p_communicator=self._messages,

@@ -30,12 +30,13 @@ class PackedAttention(torch.nn.Module):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
+        attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
         **others: Any,
     ) -> torch.Tensor:
         if packed_seq_params is None:
             tensors = [each.permute(1, 2, 0, 3) for each in (query, key, value)]
-            return self._attend(*tensors, mask=None).permute(2, 0, 1, 3).flatten(2)
+            return self._attend(*tensors, mask=attention_bias).permute(2, 0, 1, 3).flatten(2)
         mask = _causal_within_sequences(packed_seq_params, query.size(0))
         tensors = [each.transpose(0, 1)[None] for each in (query, key, value)]
         return self._attend(*tensors, mask=mask)[0].transpose(0, 1).flatten(1)
