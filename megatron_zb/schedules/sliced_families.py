@@ -110,7 +110,7 @@ def _built(name: str, request: Request, slicing: Slicing) -> Schedule:
     assert isinstance(costs, SlicedCosts)
     values = {it.name: getattr(costs, it.name) for it in fields(SlicedCosts)}
     turns = replace(request, costs=TurnCosts(**values))
-    search = _Search(turns, slicing)
+    search = _SlicedOrders(turns, slicing)
     schedule = replace(in_units(search.schedule(name), slicing), name=name)
     schedule.check_ranks()
     timeline = simulate(schedule, costs)
@@ -128,7 +128,7 @@ _Ranks: TypeAlias = Sequence[Sequence[Pass]]
 
 
 @dataclass(frozen=True)
-class _Search:
+class _SlicedOrders:
     """Builders of orders in turns."""
 
     request: Request
