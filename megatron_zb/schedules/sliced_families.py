@@ -8,7 +8,7 @@ B come in turns (:mod:`slices`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from megatron_zb.errors import UsageError
@@ -108,9 +108,7 @@ def _built(name: str, request: Request, slicing: Slicing) -> Schedule:
     """Build one form of W, of a request for units."""
     costs = request.costs
     assert isinstance(costs, SlicedCosts)
-    values = {it.name: getattr(costs, it.name) for it in fields(SlicedCosts)}
-    turns = replace(request, costs=TurnCosts(**values))
-    search = _Search(turns, slicing)
+    search = _SlicedOrders(replace(request, costs=costs.in_turns()), slicing)
     schedule = replace(in_units(search.schedule(name), slicing), name=name)
     schedule.check_ranks()
     timeline = simulate(schedule, costs)
@@ -128,7 +126,7 @@ _Ranks: TypeAlias = Sequence[Sequence[Pass]]
 
 
 @dataclass(frozen=True)
-class _Search:
+class _SlicedOrders:
     """Builders of orders in turns."""
 
     request: Request

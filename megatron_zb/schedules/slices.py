@@ -304,6 +304,10 @@ class SlicedCosts(Costs):
         """Return 1F1B's peak, of whole microbatches."""
         return self.whole_peak
 
+    def in_turns(self) -> TurnCosts:
+        """Return the costs for a search, by turn."""
+        return TurnCosts(**{it.name: getattr(self, it.name) for it in fields(SlicedCosts)})
+
     def for_placement(self, placement: Placement) -> StageCosts:
         """Return the costs by stage; of a joined W all in the row of slice 0.
 
