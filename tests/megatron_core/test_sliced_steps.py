@@ -9,6 +9,7 @@ import torch
 from feature_matrix import _LATENT
 from gpt_cases import GPTCase, Outcome, run
 from ranks import RankPools
+from sizes import every_value
 
 MICROBATCHES = 3
 PLAIN = GPTCase(layers=4, exact=True)
@@ -56,8 +57,7 @@ def distance(case: GPTCase, name: str, slices: str, forward_only: bool) -> float
     return max([*losses, *(off(found.gradients[n], expected.gradients[n]) for n in shared)] or [0])
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize(("what", "name"), every_value([*CASES], SCHEDULES))
 def test_a_sliced_step_is_megatrons_up_to_rounding(ranks: RankPools, what: str, name: str) -> None:
     case = CASES[what]
     size = 2 * case.tensor_parallel * case.data_parallel
@@ -78,7 +78,13 @@ def outcomes(case: GPTCase, name: str) -> Outcome:
     return run(case, name, [MICROBATCHES], iterations=2)[MICROBATCHES]
 
 
-@pytest.mark.parametrize("name", SCHEDULES[1:])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("v-half", "auto") else pytest.param(name, marks=pytest.mark.full)
+        for name in SCHEDULES[1:]
+    ],
+)
 def test_all_schedules_of_the_same_slices_are_equal_to_the_last_bit(
     ranks: RankPools, name: str
 ) -> None:

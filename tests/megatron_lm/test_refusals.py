@@ -48,6 +48,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], str]] = {
     "offload": ({"pipeline_offload": "auto"}, "--pipeline-offload auto"),
     "overlap": ({refusals.OVERLAP: True}, "--overlap-moe-expert-parallel-comm"),
     "vocabulary": ({"pipeline_vocabulary": "on"}, "--pipeline-vocabulary on"),
+    "slices": ({"pipeline_slices": 4}, "--pipeline-slices"),
     "layer_streams": (
         {"draws_by_layer": True},
         f"--pipeline-random-streams layer, which {CHOICE} brings,",

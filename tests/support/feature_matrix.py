@@ -172,8 +172,7 @@ ROWS = (
         None,
         Verdict.NOT_ON_CPU,
         reason="on a GPU, replayed steps give the gradients of steps without graphs, in bf16 and "
-        "fp8; fp4 has no stand-in. In pairs, they ran with stand-ins. Graphs compute weight "
-        "gradients in B",
+        "fp8; fp4 has no stand-in. In pairs: stand-ins. Graphs compute weight gradients in B",
     ),
     Row(
         "CUDA graphs per iteration",
