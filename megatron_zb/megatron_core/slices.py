@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -73,12 +74,23 @@ class SlicesPart(StepPart):
         self._prefixes: list[Prefix] = []
         self._readers: list[SlicedReading | None] = []
 
+    fact = "is_sliced"
+
     def prepare_model(self, chunks: list[Any]) -> None:
+        """Replace the attention and the rotary embeddings of all layers.
+
+        Raises:
+            UsageError: a layer mixes tokens by other means than causal attention to all of them.
+        """
         self._cuts = [Cut(()) for _ in chunks]
         for cut, chunk in zip(self._cuts, chunks, strict=True):
+            if not isinstance(chunk, GPTModel):
+                raise UsageError(
+                    f"{FLAG} is for GPTModel, not for {type(chunk).__name__}: leave it out"
+                )
             for module in chunk.modules():
-                if hasattr(module, "core_attention"):
-                    self._prefixes.append(Prefix(cut, module.core_attention))
+                if hasattr(module, "self_attention"):
+                    self._prefixes.append(Prefix(cut, module.self_attention))
                 if isinstance(module, RotaryEmbedding):
                     module.forward = partial(_rotated, cut, module.forward)
 
@@ -118,7 +130,7 @@ class SlicesPart(StepPart):
     def after_step(self, step: Step) -> None:
         for prefix in self._prefixes:
             prefix.kept.clear()
-        if step.forward_data_store and not step.collect_non_loss_data:
+        if all(isinstance(record, Record) for record in step.forward_data_store):
             whole = _joined_records(step.forward_data_store, self.slicing.slices)
             step.forward_data_store[:] = whole
 
@@ -230,16 +242,17 @@ class Prefix:
     attention has expanded its keys, so all kinds of self-attention are alike here.
     """
 
-    def __init__(self, cut: Cut, core: Any) -> None:
-        self._cut, self._usual = cut, core.forward
+    def __init__(self, cut: Cut, attention: Any) -> None:
+        core = getattr(attention, "core_attention", attention)
         self._is_local = isinstance(core, DotProductAttention)
-        if not self._is_local and not any(
-            "TEDotProductAttention" in kind.__name__ for kind in type(core).__mro__
-        ):
+        is_of_te = any(kind.__name__ == "TEDotProductAttention" for kind in type(core).__mro__)
+        is_causal = getattr(attention, "attn_mask_type", None) is AttnMaskType.causal
+        if not (self._is_local or is_of_te) or not is_causal:
             raise UsageError(
-                f"{FLAG} needs attention of Megatron's or of Transformer-Engine, not "
+                f"{FLAG} needs causal attention of Megatron's or of Transformer-Engine, not "
                 f"{type(core).__name__}: leave the flag out for this model"
             )
+        self._cut, self._usual = cut, core.forward
         if self._is_local:  # its fused kernel is for as many queries as keys
             core.scale_mask_softmax.scaled_masked_softmax_fusion = False
         self.kept: dict[int, _Kept] = {}
