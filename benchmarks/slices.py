@@ -122,8 +122,8 @@ def main() -> int:
         cut = slices.Slicing.equal(8, attention=0.5)
         large = built("auto", args.large, args.large, cut, (args.large + 7) / 8)
         print(f"auto, p = m = {args.large}, n 8: {in_words(large)}, {large['seconds']:.1f} s")
-    found = {"ranks": args.ranks, "rows": rows, "limits": limits, "large": large}
-    print(json.dumps({**found, **provenance.of_this_run()}))
+    results = {"ranks": args.ranks, "rows": rows, "limits": limits, "large": large}
+    print(json.dumps({**results, **provenance.of_this_run()}))
     return 0
 
 
