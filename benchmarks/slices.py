@@ -112,18 +112,18 @@ def main() -> int:
         print(f"m {m}, n {n}, attention {attention}")
         for name, it in zip(names, found, strict=True):
             print(f"  {name:28} {in_words(it)}  {it['placement']}", flush=True)
-    limits: list[dict[str, Any]] = []
+    limits = []
     for held in args.held:
         cut = slices.Slicing.equal(16, attention=0.5)
         limits.append({"limit": held, **built("auto", args.ranks, 8, cut, held)})
         print(f"auto, m 8, n 16, limit {held:.2f}: {in_words(limits[-1])}", flush=True)
-    large: dict[str, Any] = {}
+    large = {}
     if args.large:
         cut = slices.Slicing.equal(8, attention=0.5)
         large = built("auto", args.large, args.large, cut, (args.large + 7) / 8)
         print(f"auto, p = m = {args.large}, n 8: {in_words(large)}, {large['seconds']:.1f} s")
-    result = {"ranks": args.ranks, "rows": rows, "limits": limits, "large": large}
-    print(json.dumps({**result, **provenance.of_this_run()}))
+    results = {"ranks": args.ranks, "rows": rows, "limits": limits, "large": large}
+    print(json.dumps({**results, **provenance.of_this_run()}))
     return 0
 
 

@@ -31,8 +31,7 @@ class Graph(NamedTuple):
     ``stage_at[r * chunks + c]`` is the stage of chunk c on rank r, ``limit[r]`` the memory of rank
     r, ``work[r]`` the seconds of all its passes; ``tail_seconds[r]`` follow the last pass of rank r
     before it counts as done. Unless all microbatches are ``alike``, ``before[s * (m + 1) + j]`` is
-    how many average ones the first j are on stage s, by their memory, and ``freed`` how many the
-    first j backwards free.
+    how many average ones the first j are on stage s, by their memory.
     """
 
     pipeline_size: int
@@ -51,7 +50,6 @@ class Graph(NamedTuple):
     tail_seconds: Any
     alike: bool
     before: Any
-    freed: Any
 
 
 class Priorities(NamedTuple):
@@ -252,7 +250,7 @@ def choose_action(
     p, chunks, m = graph.pipeline_size, graph.chunks, graph.num_microbatches
     seconds, memory, limit = graph.seconds, graph.memory, graph.limit
     stage_at, quota, score = graph.stage_at, priorities.quota, priorities.score
-    alike, before, freed = graph.alike, graph.before, graph.freed
+    alike, before = graph.alike, graph.before
     counts, ready_at, pending = space.counts, space.ready, space.pending
     block, kinds, base = p * chunks * m, 2 * chunks + 1, r * (2 * chunks + 3)
     weight = 2 * chunks  # the kind of W
@@ -287,7 +285,7 @@ def choose_action(
                         in_flight = mb + 1.0 - done
                     else:
                         row = stage_at[r * chunks + c] * (m + 1)
-                        in_flight = before[row + mb + 1] - freed[row + done]
+                        in_flight = before[row + mb + 1] - before[row + done]
                     if in_flight > quota[r * chunks + c]:
                         continue
                 if space.held[r] + memory[code] > limit[r]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from megatron_zb.schedules.kinds import Memory
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.search.inner_loops import (
@@ -91,7 +90,7 @@ class Problem:
         sinks = [2 * block - m + turn_of[j] for j in range(m)]
         implied = needed == list(range(m)) and not self.turn
         turns = sources if implied else [block - m + j for j in needed]
-        held, freed = (("activation", 1),), (("activation", -1),)
+        freed, freed_by_w = (("activation", -1),), (("held_for_weight", -1),)
         return Graph(
             placement.pipeline_size,
             placement.chunks,
@@ -127,30 +126,26 @@ class Problem:
                 lambda row, s: row.backward_hop[s + 1] if s < last else self.turn,
             ),
             memory=each(
-                lambda row, s: row.change(held, s),
-                lambda row, s: (
-                    (row.held_for_weight[s] if self.split else 0.0) + row.change(freed, s)
-                ),
-                lambda row, s: row.change((("held_for_weight", -1),), s),
+                lambda row, s: row.activation[s],
+                lambda row, s: (row.held_for_weight[s] * self.split) + row.change(freed, s),
+                lambda row, s: row.change(freed_by_w, s),
             ),
             limit=make.floats([limit + _TOLERANCE * (1 + limit) for limit in self.limit]),
             work=make.floats([self._work(rank) for rank in range(placement.pipeline_size)]),
             tail_seconds=make.floats(self.tail_seconds or (0.0,) * placement.pipeline_size),
             alike=not costs.microbatches,
-            before=make.floats([share for s in stages for share in self._before(s, held)]),
-            freed=make.floats([-share for s in stages for share in self._before(s, freed)]),
+            before=make.floats([share for s in stages for share in self._before(s)]),
         )
 
-    def _before(self, stage: int, memory: Memory) -> list[float]:
-        """Return a change of the first j microbatches, in that of an average one, for all j."""
+    def _before(self, stage: int) -> list[float]:
+        """Return the memory of the first j microbatches, in that of an average one, for all j."""
         m, mean = self.num_microbatches, self.costs.mean_activation[stage]
         if not self.costs.microbatches:
             return [0.0]
         if mean <= 0:
-            ((_, sign),) = memory
-            return [float(sign * j) for j in range(m + 1)]
-        changes = (row.change(memory, stage) / mean for row in self.costs.microbatches)
-        return list(accumulate(changes, initial=0.0))
+            return [float(j) for j in range(m + 1)]
+        held = (row.activation[stage] / mean for row in self.costs.microbatches)
+        return list(accumulate(held, initial=0.0))
 
 
 class Runner:
