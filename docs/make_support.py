@@ -309,6 +309,8 @@ def refused_settings() -> Iterator[tuple[str, str, str]]:
     for row in refusals.rows():
         if refusals.STEP not in row.stage or "any" not in row.with_ or "graphs" in row.when:
             continue
+        if "is_sliced" in row.if_any:  # they repeat what is refused with --pipeline-slices
+            continue
         for setting, test in row.when.items():
             more = " above 1" if "above" in test else ""
             yield f"`{setting}`{more}", "", above if row.why in known else row.why
