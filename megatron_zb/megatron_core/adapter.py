@@ -461,7 +461,7 @@ def build_adapter(
         adapter.verify()
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
     for name in ("pipeline_memory_limit", "pipeline_host_limit", "pipeline_slices"):
-        if (limit := getattr(args, name)) is not None:
+        if (limit := getattr(args, name, None)) is not None:
             setattr(args, name, str(limit))  # checkpoints have the arguments as plain values
     if versions.graphs_of(args) is versions.Graphs.NONE and adapter.current.slicing is None:
         adapter.profile(profile, args.pipeline_replan_every, is_named=named)
