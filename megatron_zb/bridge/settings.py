@@ -20,6 +20,7 @@ _ELSEWHERE = (
     "enable_optimizer_post_validation",
     "pipeline_allow_other_data",
     "pipeline_schedule_cache",
+    "pipeline_slices",
     "post_validation_snapshot",
 )
 

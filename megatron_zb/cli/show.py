@@ -118,10 +118,10 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
     )
     choices.add_argument(
         "--slices",
-        type=_slicing,
+        type=Slicing.parse,
         metavar="N",
         help="token slices: cut each microbatch along the sequence into N parts, or into parts of "
-        "these lengths, such as 5,4,3,2",
+        "unequal lengths, such as 2,1,1",
     )
     choices.add_argument(
         "--attention",
@@ -180,14 +180,6 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
         help="vocabulary parallelism: an output layer that takes X times as long as the passes of "
         "one rank is sharded over all ranks",
     )
-
-
-def _slicing(text: str) -> Slicing:
-    """Parse a number of slices, or their lengths."""
-    lengths = text.split(",")
-    if len(lengths) == 1:
-        return Slicing.equal(positive(text))
-    return Slicing(tuple(map(seconds, lengths)))
 
 
 def show(arguments: argparse.Namespace) -> None:

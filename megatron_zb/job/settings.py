@@ -88,7 +88,7 @@ class ScheduleSettings:
         type=Slicing.parse,
         metavar="N",
         help="token slices: cut every microbatch along its sequence into N equal parts, or into "
-        "parts of these lengths in tokens, such as 4096,2048,2048. Stages work on one at a time, "
+        "parts of unequal lengths, such as 2,1,1. Stages work on one at a time, "
         "which divides the bubble and the activation memory by up to N",
     )
     num_virtual_stages_per_pipeline_rank: int | None = _setting(
@@ -258,7 +258,7 @@ def parsed(name: str, value: Any, choices: tuple[str | None, ...] | None = None)
         choices: those to take instead of the flag's.
 
     Raises:
-        UsageError: it is none of the choices, or no limit.
+        UsageError: it is none of the choices, no limit, or no slices.
     """
     argument = _FIELDS[name].metadata
     if argument.get("type") == Limit.parse:
@@ -268,7 +268,7 @@ def parsed(name: str, value: Any, choices: tuple[str | None, ...] | None = None)
             example = "give a fraction of 1F1B's, such as 0.5, or bytes, such as 40GiB"
             raise UsageError(f"{name} is {value!r}: {example}") from None
     if argument.get("type") == Slicing.parse:
-        return Slicing.parse(str(value)) if isinstance(value, int | str) else value
+        return None if value is None else Slicing.given(value)
     allowed: tuple[str | None, ...] = choices or (*argument.get("choices", ()), None)
     if "choices" in argument and value not in allowed:
         words = " or ".join(each for each in allowed if each is not None)

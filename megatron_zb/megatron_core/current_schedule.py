@@ -325,10 +325,15 @@ class CurrentSchedule:
 
 
 def _sliced(slicing: Slicing | None, sizes: JobSizes) -> dict[str, Slicing]:
-    """Return the token slices as an argument of ``schedules.build``, with attention's share."""
+    """Return the token slices as an argument of ``schedules.build``, with attention's share.
+
+    Raises:
+        UsageError: they do not divide the sequence.
+    """
     if slicing is None:
         return {}
     pairs = sizes.sequence or 0
+    slicing.borders(pairs)
     forward, backward = (
         work * pairs / (1.0 + work * pairs)
         for work in (sizes.known_attention.forward, sizes.known_attention.backward)

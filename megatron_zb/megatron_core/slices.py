@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -141,21 +141,14 @@ def borders_of(slicing: Slicing, step: Step) -> tuple[int, ...]:
     Raises:
         UsageError: they do not divide the sequence, or a slice over its tensor-parallel ranks.
     """
-    total, given = step.seq_length, sum(slicing.lengths)
-    lengths = [total * length / given for length in slicing.lengths]
-    if not all(length.is_integer() for length in lengths):
-        raise UsageError(
-            f"{FLAG}: a sequence of {total} tokens has no {slicing.slices} slices with lengths "
-            f"{' to '.join(f'{length:g}' for length in slicing.lengths[:2])}: give a number that "
-            "divides it, or the lengths in tokens"
-        )
+    borders = slicing.borders(step.seq_length)
     ranks = step.pg_collection.tp.size() if step.config.sequence_parallel else 1
-    if any(length % ranks for length in lengths):
+    if any(border % ranks for border in borders):
         raise UsageError(
-            f"{FLAG}: slices of {[int(length) for length in lengths]} tokens cannot be spread over "
-            f"{ranks} tensor-parallel ranks by --sequence-parallel: give multiples of {ranks}"
+            f"{FLAG}: slices that end at tokens {list(borders[1:])} cannot be spread over {ranks} "
+            f"tensor-parallel ranks by --sequence-parallel: give lengths in multiples of {ranks}"
         )
-    return (0, *map(int, accumulate(lengths)))
+    return borders
 
 
 # --- stages
@@ -299,8 +292,8 @@ class _WithPrefix(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.kept, ctx.microbatch, ctx.start = kept, microbatch, start
         held, end = kept[microbatch], start + key.shape[0]
-        # By ``data``, which has versions of its own: what attention has saved of the buffer does
-        # not change when later slices are written behind it.
+        # ``data`` has a separate version counter: autograd would refuse the part of the buffer that
+        # attention has saved, although later slices are written behind it.
         for buffer, own in ((held.keys, key), (held.values, value)):
             buffer.data[start:end].copy_(own)
         return held.keys.data[:end], held.values.data[:end]
@@ -348,7 +341,7 @@ class SlicedReading:
     """
 
     def __init__(self, whole: Iterator[Any], borders: Sequence[int]) -> None:
-        self._whole, self._borders = whole, borders
+        self._whole, self.borders = whole, borders
         self._read, self._microbatch = 0, dict[str, Any]()
         self.masks: dict[int, torch.Tensor] = {}
         """Loss masks of whole microbatches, by number."""
@@ -360,13 +353,13 @@ class SlicedReading:
         return getattr(self._whole, name)
 
     def __next__(self) -> dict[str, Any]:
-        j, i = divmod(self._read, len(self._borders) - 1)
+        j, i = divmod(self._read, len(self.borders) - 1)
         if i == 0:
             self._microbatch = self._checked(next(self._whole))
             if LOSS_MASK in self._microbatch:
                 self.masks[j] = self._microbatch[LOSS_MASK]
         self._read += 1
-        start, end = self._borders[i : i + 2]
+        start, end = self.borders[i : i + 2]
         return {name: tensor[:, start:end] for name, tensor in self._microbatch.items()}
 
     def _checked(self, microbatch: Any) -> dict[str, Any]:
@@ -378,9 +371,9 @@ class SlicedReading:
         # attention is causal, whatever mask comes along
         found = {n: t for n, t in microbatch.items() if n != "attention_mask" and t is not None}
         for name, tensor in found.items():
-            if getattr(tensor, "ndim", 0) != 2 or tensor.shape[1] != self._borders[-1]:
+            if getattr(tensor, "ndim", 0) != 2 or tensor.shape[1] != self.borders[-1]:
                 raise UsageError(
-                    f"{FLAG}: {name} of a microbatch has no axis of {self._borders[-1]} tokens "
+                    f"{FLAG}: {name} of a microbatch has no axis of {self.borders[-1]} tokens "
                     "behind its first: leave the flag out for this data"
                 )
         return found
@@ -417,7 +410,7 @@ class TokenCounts:
                     f"{FLAG} weighs losses of slices by the tokens in {LOSS_MASK}, which the data "
                     "does not have: add it to the microbatches"
                 )
-            by_slice = pairwise(self._reading._borders)
+            by_slice = pairwise(self._reading.borders)
             sums = [mask[:, start:end].sum() for start, end in by_slice]
             counts.copy_(torch.stack(sums))
         if self._group.size() > 1:

@@ -12,6 +12,7 @@ if slices were microbatches, at the costs of the unit whose turn it is.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -140,24 +141,52 @@ class Slicing:
         return cls((1.0,) * slices, **choices)
 
     @classmethod
-    def parse(cls, text: str) -> Slicing:
-        """Read a number of slices of equal length, or their lengths, such as ``5,4,3,2``.
+    def given(cls, value: Slicing | int | str) -> Slicing:
+        """Return slices from a number of equal ones, or from lengths, such as ``2,1,1``.
 
         Raises:
             UsageError: a number is wrong.
         """
+        if isinstance(value, Slicing):
+            return value
         try:
-            numbers = [float(number) for number in text.split(",")]
+            numbers = [float(number) for number in str(value).split(",")]
         except ValueError:
             numbers = []
-        if len(numbers) == 1 and numbers[0].is_integer():
+        if len(numbers) == 1 and numbers[0].is_integer() and 0 < numbers[0] <= MOST_SLICES:
             return cls.equal(int(numbers[0]))
         if len(numbers) < 2:
-            raise UsageError(f"slices {text!r}: give a number, such as 8, or lengths in tokens")
+            raise UsageError(
+                f"slices {value!r}: give a number from 1 to {MOST_SLICES}, or lengths, such as "
+                "2,1,1"
+            )
         return cls(tuple(numbers))
 
+    @classmethod
+    def parse(cls, text: str) -> Slicing:
+        """Return slices as :meth:`given` does; the type of a flag."""
+        try:
+            return cls.given(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    def borders(self, tokens: int) -> tuple[int, ...]:
+        """Return where the slices of a sequence begin, and where the last one ends.
+
+        Raises:
+            UsageError: a slice would have a fraction of a token.
+        """
+        whole = sum(self.lengths)
+        lengths = [tokens * length / whole for length in self.lengths]
+        if not all(length.is_integer() for length in lengths):
+            raise UsageError(
+                f"a sequence of {tokens} tokens cannot be cut into slices {self}: give a number "
+                "that divides it, or their lengths"
+            )
+        return (0, *map(int, accumulate(lengths)))
+
     def __str__(self) -> str:
-        """Write the slices as :meth:`parse` reads them."""
+        """Write the slices as :meth:`given` reads them."""
         if len(set(self.lengths)) == 1:
             return str(self.slices)
         return ",".join(f"{length:.15g}" for length in self.lengths)

@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 from megatron_zb import schedules
 from megatron_zb.cli.main import main
 from megatron_zb.errors import UsageError
+from megatron_zb.job.settings import ScheduleSettings
 from megatron_zb.job.shared_build import pack, unpack
+from megatron_zb.megatron_core.current_schedule import CurrentSchedule, JobSizes
 from megatron_zb.schedules import Costs, InvalidSchedule, Pass, PassKind, Schedule, lower, simulate
+from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.lowering import WaitReceive
 from megatron_zb.schedules.placement import v_shape
 from megatron_zb.schedules.request import LimitTooSmall
@@ -493,3 +496,16 @@ def test_a_packed_order_is_the_same_when_it_is_unpacked(name: str, joins: bool) 
     assert unpack(pack(built), name, request).rules == built.rules
     with pytest.raises(UsageError, match="microbatches"):
         unpack(pack(built), name, request | {"num_microbatches": 2})
+
+
+def test_slices_are_read_from_a_number_or_lengths_and_must_divide_the_sequence() -> None:
+    assert Slicing.given(4).borders(32) == (0, 8, 16, 24, 32)
+    assert Slicing.given("2,1,1").borders(32) == (0, 16, 24, 32)
+    assert Slicing.given(str(Slicing.given("12,12,8"))) == Slicing.given("12,12,8")
+    for wrong in ("x", "0", "2000", "1,x", "1,-1"):
+        with pytest.raises(UsageError):
+            Slicing.given(wrong)
+    sizes = JobSizes(pipeline_size=2, num_microbatches=2, layers=Layers(4), sequence=30)
+    asked = ScheduleSettings(pipeline_schedule="v-half", pipeline_slices=4)
+    with pytest.raises(UsageError, match="30 tokens cannot be cut into slices 4"):
+        CurrentSchedule.named(asked, sizes)
