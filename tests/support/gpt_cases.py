@@ -11,6 +11,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import rank_process
 import torch
 from adapters import scheduled
 from images import LENGTH_WITH_IMAGES, multimodal_model, with_images
@@ -232,13 +233,15 @@ def _zero_gradients(chunks: list[Any]) -> None:
         chunk.zero_grad(set_to_none=True)
 
 
-_PARALLEL_STATES: dict[tuple[Any, ...], dict[str, Any]] = {}
+_MOST_STATES = 4
+_PARALLEL_STATES: dict[tuple[Any, ...], tuple[dict[str, Any], set[Any]]] = {}
+"""Megatron's parallel state and its process groups, the latest last."""
 
 
 def _enter_parallel_groups(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> None:
     """Make Megatron's parallel groups, or return to those of an earlier case.
 
-    A gloo group costs threads and time, and every case would make twenty.
+    Every case would make twenty, in half a second.
     """
     key = (
         case.tensor_parallel,
@@ -250,22 +253,35 @@ def _enter_parallel_groups(case: GPTCase, adapter: PipelineAdapter | None, p: in
         adapter and adapter.physical.mirrored,
     )
     if key not in _PARALLEL_STATES:
-        parallel_state.destroy_model_parallel()
-        more = {}
-        if adapter is not None and adapter.embedding_ranks is not None:
-            choose = adapter.embedding_ranks
-            more["get_embedding_ranks"] = lambda ranks, _=None: choose(ranks)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=case.tensor_parallel,
-            pipeline_model_parallel_size=p,
-            virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
-            context_parallel_size=case.context_parallel,
-            expert_model_parallel_size=case.expert_parallel,
-            create_gloo_process_groups=False,
-            **more,
-        )
-        _PARALLEL_STATES[key] = {k: v for k, v in vars(parallel_state).items() if _is_state(k, v)}
-    vars(parallel_state).update(_PARALLEL_STATES[key])
+        _PARALLEL_STATES[key] = _new_parallel_groups(case, adapter, p)
+    _PARALLEL_STATES[key] = _PARALLEL_STATES.pop(key)
+    while len(_PARALLEL_STATES) > _MOST_STATES:
+        del _PARALLEL_STATES[next(iter(_PARALLEL_STATES))]
+    rank_process.KEPT_GROUPS.clear()
+    rank_process.KEPT_GROUPS.update(*(groups for _, groups in _PARALLEL_STATES.values()))
+    vars(parallel_state).update(_PARALLEL_STATES[key][0])
+
+
+def _new_parallel_groups(
+    case: GPTCase, adapter: PipelineAdapter | None, p: int
+) -> tuple[dict[str, Any], set[Any]]:
+    before = rank_process.groups()
+    parallel_state.destroy_model_parallel()
+    more = {}
+    if adapter is not None and adapter.embedding_ranks is not None:
+        choose = adapter.embedding_ranks
+        more["get_embedding_ranks"] = lambda ranks, _=None: choose(ranks)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tensor_parallel,
+        pipeline_model_parallel_size=p,
+        virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
+        context_parallel_size=case.context_parallel,
+        expert_model_parallel_size=case.expert_parallel,
+        create_gloo_process_groups=False,
+        **more,
+    )
+    state = {k: v for k, v in vars(parallel_state).items() if _is_state(k, v)}
+    return state, rank_process.groups() - before
 
 
 def _is_state(name: str, value: Any) -> bool:

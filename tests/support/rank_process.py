@@ -137,11 +137,32 @@ def import_megatron(start: Start, rank: int) -> None:
         hostile.install(start.folder / "sent")
 
 
-def leave_megatron() -> None:
-    """Forget the parallel groups that a case has made, so that the next one can make its own."""
+KEPT_GROUPS: set[Any] = set()
+"""Process groups that later cases use again; leave_groups() destroys all others."""
+
+
+def groups() -> set[Any]:
+    """Return all process groups of this rank but that of all ranks."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    return set(c10d._world.pg_map) - {dist.group.WORLD}
+
+
+def leave_groups() -> None:
+    """Destroy the parallel groups that cases have made and that no further case will use.
+
+    Megatron only forgets its groups. Each group of gloo has three threads, of which one wakes up a
+    hundred times a second: after hundreds of cases they would take all of a processor. Only called
+    when all ranks have ended the case, since a group that is destroyed loses what it has to send.
+    """
+    import torch.distributed as dist
+
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None and parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
+    for group in groups() - KEPT_GROUPS:
+        dist.destroy_process_group(group)
 
 
 def run_case(case: Case) -> Outcome:
@@ -202,8 +223,8 @@ def main(pool: Connection, rank: int, start: Start) -> None:
     pool.send(Outcome(result=pickle.dumps("ready")))
     while True:
         case = pool.recv()
+        leave_groups()
         sys.path[:] = case.path
         outcome = run_case(case)
-        leave_megatron()
         sys.stdout.flush()
         pool.send(outcome)
