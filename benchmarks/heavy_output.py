@@ -35,9 +35,9 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import costs_of, counted
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import read_profile
-from megatron_zb.runtime.synthetic_steps import SyntheticSteps, join
 from megatron_zb.schedules.layout import Layers, spread
 from megatron_zb.schedules.placement import Placement
+from megatron_zb_train.synthetic_steps import SyntheticSteps, join
 
 _HIDDEN = 64
 _VOCABULARY = 32 * _HIDDEN

@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from megatron_zb.cli.watched_run import NewRecords, Record, RunFailed, run
+from megatron_zb_train.watched_run import NewRecords, Record, RunFailed, run
 
 ROOT = Path(__file__).resolve().parents[1]
 LOOKS = 80

@@ -48,7 +48,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megatron_zb.runtime.synthetic_steps import join
+from megatron_zb_train.synthetic_steps import join
 
 PROFILED = "zb-h1"
 RANKS = 2

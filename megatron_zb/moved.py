@@ -29,6 +29,8 @@ MOVED = {
     "megatron_zb.cli.plan_distillation": "megatron_zb_distill.plan",
     "megatron_zb.cli.quickstart": "megatron_zb_train.quickstart",
     "megatron_zb.cli.sleeping_steps": "megatron_zb_train.sleeping_steps",
+    "megatron_zb.cli.watched_run": "megatron_zb_train.watched_run",
+    "megatron_zb.runtime.synthetic_steps": "megatron_zb_train.synthetic_steps",
     "megatron_zb.megatron_core.initialisation": "megatron_zb.megatron_core.random_streams",
     "megatron_zb.planner.attention": "megatron_zb.planner.mixers",
 }

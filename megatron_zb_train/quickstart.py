@@ -22,10 +22,10 @@ from rich.table import Table
 
 from megatron_zb import schedules
 from megatron_zb.cli.ending import ended
-from megatron_zb.cli.watched_run import NewRecords, Record, RunFailed, run
 from megatron_zb.drawing.pictures import save_picture
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import Parser, positive
+from megatron_zb_train.watched_run import NewRecords, Record, RunFailed, run
 
 STOCK = "stock"
 SCHEDULES = ("v-half", "v-min", "v-zb", "zb-h1")

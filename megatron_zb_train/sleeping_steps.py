@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_zb import schedules
 from megatron_zb.cli.ending import ended
 from megatron_zb.parsing import Parser, positive, seconds
-from megatron_zb.runtime.synthetic_steps import SyntheticSteps, join
+from megatron_zb_train.synthetic_steps import SyntheticSteps, join
 
 
 def main(argv: Sequence[str] | None = None) -> int:

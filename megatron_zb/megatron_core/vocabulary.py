@@ -33,8 +33,13 @@ from megatron_zb.megatron_core.split_backward import (
 )
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, device
-from megatron_zb.megatron_core.vocabulary_prediction import PredictedLosses, with_later
-from megatron_zb.megatron_core.vocabulary_shard import CutEmbedding, CutOutput, cut
+from megatron_zb.megatron_core.vocabulary_shard import (
+    CutEmbedding,
+    CutOutput,
+    PredictedLosses,
+    cut,
+    with_later,
+)
 from megatron_zb.runtime.executor import TRAINING, Allocate, Handler
 from megatron_zb.runtime.vocabulary import (
     LOSS_WIDTH,

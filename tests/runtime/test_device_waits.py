@@ -54,7 +54,6 @@ PLACES = {
     "runtime/observer.py:Recorder.spans": BETWEEN_STEPS,
     "runtime/link_times.py:_seconds_to_sum": BETWEEN_STEPS,
     "runtime/channels.py:ShapedChannels.post_receive": ORDERED + "; a tensor of the host",
-    "runtime/synthetic_steps.py:SyntheticSteps.seconds": HOST,
     "runtime/watchdog.py:Watchdog._goes_on": HOST,
     "megatron_core/cpu.py:redirect_experts.to_cpu": "there is no GPU",
     "megatron_core/experts.py:share": BETWEEN_STEPS,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from brief_searches import briefly
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_zb import schedules
@@ -189,6 +189,8 @@ def _checked(schedule: Schedule, costs: Costs) -> ByHand:
     st.sampled_from([0.0, 0.5]),
     st.floats(0.2, 1.5),
 )
+@example("zb-h1", 2, 2, [1, 1], True, 0.0, 0.5)  # one W holds what all slices need
+@example("zb-h1", 2, 2, [2, 1], None, 0.0, 1.0)  # unequal slices hold more than 1F1B's share
 def test_schedules_keep_their_limit_or_name_the_smallest(
     name: str,
     p: int,

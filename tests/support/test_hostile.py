@@ -14,7 +14,6 @@ from megatron_zb import schedules
 from megatron_zb.runtime.channels import Channels, new_groups
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.link_times import clock_ahead, link_times
-from megatron_zb.runtime.synthetic_steps import SyntheticStage
 from megatron_zb.schedules.lowering import (
     Instruction,
     PostReceive,
@@ -25,6 +24,7 @@ from megatron_zb.schedules.lowering import (
 from megatron_zb.schedules.passes import Channel, Message
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.schedule import InvalidSchedule
+from megatron_zb_train.synthetic_steps import SyntheticStage
 
 MESSAGE = Message(False, 1, 0)
 THERE = Channel(0, 1)

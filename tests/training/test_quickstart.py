@@ -12,7 +12,6 @@ from jobs import run_job
 from rich.console import Console
 
 from megatron_zb import schedules
-from megatron_zb.cli.watched_run import NewRecords
 from megatron_zb_train import arguments as training_arguments
 from megatron_zb_train import quickstart
 from megatron_zb_train.quickstart import (
@@ -24,6 +23,7 @@ from megatron_zb_train.quickstart import (
     check,
     read_result,
 )
+from megatron_zb_train.watched_run import NewRecords
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 GOOD = Result(

@@ -263,7 +263,7 @@ def place_weight_gradients(
     """
     costs = request.costs.for_placement(placement)
     limit = request.limits(placement, peak_microbatches)
-    request.check_feasible(name, limit, _needs(order, costs))
+    request.check_feasible(name, limit, least_memory(order, costs))
     make = engine(len(_EAGERNESS) * sum(map(len, order)))
     filler = GapFiller(placement, order, costs, limit, make)
     filled = [found for each in _EAGERNESS if (found := filler.fill(each)) is not None]
@@ -283,20 +283,22 @@ def squeezed_if_it_fits(
     """Return the squeezed order as the one known schedule, or none if the limit is too low."""
     costs = request.costs.for_placement(placement)
     limit = request.limits(placement, peak_microbatches)
-    needs = _needs(order, costs)
+    needs = least_memory(order, costs)
     if any(need > most * (1 + 1e-9) for need, most in zip(needs, limit, strict=True)):
         return []
     return [place_weight_gradients(name, placement, order, request, peak_microbatches)]
 
 
-def _needs(order: list[list[Pass]], costs: StageCosts) -> list[float]:
+def least_memory(order: Sequence[Sequence[Pass]], costs: StageCosts) -> list[float]:
     """Return the most memory each rank holds if every W runs right behind its B."""
     needs = []
     for passes in order:
         held = most = 0.0
         for p in passes:
-            change = 1 if p.kind is PassKind.F else -1
-            held += costs.of(p.microbatch).change((("activation", change),), p.stage)
+            row = costs.of(p.microbatch)
+            held += _RULES.memory_change(p, row)
+            if p.kind is _B:
+                held += _RULES.memory_change(Pass(_W, p.stage, p.microbatch), row)
             most = max(most, held)
         needs.append(most)
     return needs

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_zb import schedules
-from megatron_zb.runtime import synthetic_steps
 from megatron_zb.runtime.executor import Side
-from megatron_zb.runtime.synthetic_steps import SleepingCopies, SyntheticStage, run_together
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import v_shape
+from megatron_zb_train import synthetic_steps
+from megatron_zb_train.synthetic_steps import SleepingCopies, SyntheticStage, run_together
 
 
 @pytest.mark.parametrize(("kind", "backward"), [(PassKind.B, 0.012), (PassKind.BW, 0.02)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_zb.cli.watched_run import NewRecords, RunFailed, run
+from megatron_zb_train.watched_run import NewRecords, RunFailed, run
 
 WRITE_SLOWLY = """
 import json, sys, time
