@@ -106,10 +106,32 @@ class Outcome:
         return self.result is None
 
 
+def share_device() -> None:
+    """Let all groups of gloo of this process have the same device.
+
+    Each device has a thread that wakes up a hundred times a second; with one for each group, as
+    torch makes them, the groups of a few models would take a tenth of a processor for each rank.
+    """
+    from torch.distributed import distributed_c10d
+
+    c10d: Any = distributed_c10d
+    gloo = c10d.ProcessGroupGloo
+    device = gloo.create_default_device()
+
+    class OnOneDevice(gloo):  # type: ignore[misc, valid-type]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._devices, options._threads, options._timeout = [device], 2, timeout
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OnOneDevice
+
+
 def join_group(rank: int, world_size: int, meeting_point: str) -> None:
     """Initialise torch.distributed over the file `meeting_point`."""
     import torch.distributed as dist
 
+    share_device()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{meeting_point}",
@@ -152,9 +174,8 @@ def groups() -> set[Any]:
 def leave_groups() -> None:
     """Destroy the parallel groups that cases have made and that no further case will use.
 
-    Megatron only forgets its groups. Each group of gloo has three threads, of which one wakes up a
-    hundred times a second: after hundreds of cases they would take all of a processor. Only called
-    when all ranks have ended the case, since a group that is destroyed loses what it has to send.
+    Megatron only forgets its groups, and each has threads. Only called when all ranks have ended
+    the case, since a group that is destroyed loses what it has to send.
     """
     import torch.distributed as dist
 
