@@ -12,6 +12,9 @@ Each rank has one thread; a quiet machine with a core for each is needed for fig
 Each contender runs once more to say where its time goes, rank by rank: in passes of each kind, and
 in the rest, which is waiting for other ranks and the optimizer. Prints tables and, last, one JSON
 line with the milliseconds of a step and their ratio to stock's.
+
+The losses of contenders whose stages are stock 1F1B's, which begin with the same weights, are
+compared with its own: the largest relative difference of any step.
 """
 
 from __future__ import annotations
@@ -39,43 +42,64 @@ CONTENDERS = {
     "stock interleaved": "--num-layers-per-virtual-pipeline-stage 2",
     **{name: f"--pipeline-schedule {name}" for name in _OURS},
     **{f"{name}, cut": f"--pipeline-schedule {name} --pipeline-vocabulary on" for name in _OURS},
+    **{
+        f"{name}, {n} slices": f"--pipeline-schedule {name} --pipeline-slices {n}"
+        for name in ("1f1b", *_OURS)
+        for n in (2, 4, 8)
+    },
     "stock 1f1b, all recomputed": "--recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
     "auto, half the memory": "--pipeline-schedule auto --pipeline-recompute auto "
     "--pipeline-memory-limit 0.5",
 }
 _RANK = Path(__file__).with_name("accounted_rank.py")
-_STEP = re.compile(r"iteration +(\d+)/ .*elapsed time per iteration \(ms\): ([0-9.]+)")
+_STEP = re.compile(
+    r"iteration +(\d+)/ .*elapsed time per iteration \(ms\): ([0-9.]+).*lm loss: ([-+0-9.E]+)"
+)
+_PLACED_ALIKE = re.compile("1f1b|zb-h1")
 
 
 def main() -> None:
     args = _arguments()
     names = args.contenders or list(CONTENDERS)
     milliseconds: dict[str, list[float]] = {name: [] for name in names}
+    losses: dict[str, list[float]] = {}
     for turn in track(range(args.turns), "turns", console=Console(stderr=True)):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            milliseconds[name] += _steps(args, CONTENDERS[name])
+            found, losses[name] = _steps(args, CONTENDERS[name])
+            milliseconds[name] += found
     accounts = {} if args.no_account else {name: _account(args, name) for name in names}
-    found = {name: median(values) for name, values in milliseconds.items()}
-    stock = found.get(STOCK)
-    table = Table("contender", "ms a step", "of stock's", "steps")
-    for name, value in found.items():
+    medians = {name: median(values) for name, values in milliseconds.items()}
+    stock, off = medians.get(STOCK), _losses_off(losses)
+    table = Table("contender", "ms a step", "of stock's", "steps", "losses off by")
+    for name, value in medians.items():
         ratio = f"{value / stock:.3f}" if stock else "-"
-        table.add_row(name, f"{value:.1f}", ratio, str(len(milliseconds[name])))
+        losses_off = f"{off[name]:.1e}" if name in off else ""
+        table.add_row(name, f"{value:.1f}", ratio, str(len(milliseconds[name])), losses_off)
     Console().print(table)
     _print_accounts(accounts)
-    over_stock = {name: value / stock for name, value in found.items()} if stock else {}
+    over_stock = {name: value / stock for name, value in medians.items()} if stock else {}
     sizes = {key: value for key, value in vars(args).items() if key != "checkout"}
     said = {"sizes": sizes, "all_ms": milliseconds, "account_ms": accounts}
-    last = {**said, "ms": found, "over_stock": over_stock}
+    last = {**said, "ms": medians, "over_stock": over_stock, "losses_off": off}
     print(json.dumps({**provenance.of_this_run(), **last}))
+
+
+def _losses_off(losses: dict[str, list[float]]) -> dict[str, float]:
+    """Return how far the losses of contenders that are placed like stock 1F1B are from its own."""
+    stock = losses.get(STOCK, [])
+    return {
+        name: max(abs(own / other - 1) for own, other in zip(found, stock, strict=True))
+        for name, found in losses.items()
+        if stock and _PLACED_ALIKE.search(name) and name != STOCK
+    }
 
 
 def _account(args: argparse.Namespace, name: str) -> list[dict[str, float]]:
     """Return the milliseconds of a step of each rank by kind of pass, and the rest of its time."""
     with tempfile.TemporaryDirectory() as folder:
-        steps = _steps(args, CONTENDERS[name], Path(folder) / "account")
+        steps, _ = _steps(args, CONTENDERS[name], Path(folder) / "account")
         ranks = [
             json.loads((Path(folder) / f"account.{rank}").read_text()) for rank in range(args.ranks)
         ]
@@ -131,8 +155,10 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _steps(args: argparse.Namespace, flags: str, account: Path | None = None) -> list[float]:
-    """Run one contender once; return the milliseconds of its steps, without the first ones.
+def _steps(
+    args: argparse.Namespace, flags: str, account: Path | None = None
+) -> tuple[list[float], list[float]]:
+    """Run a contender; return milliseconds of its steps without the first ones, and all losses.
 
     With ``account``, each rank writes what it has done there, its number appended.
     """
@@ -162,11 +188,12 @@ def _steps(args: argparse.Namespace, flags: str, account: Path | None = None) ->
         env=environment,
         cwd=tempfile.gettempdir(),
     )
-    found = {int(step): float(value) for step, value in _STEP.findall(done.stdout)}
+    found = [(int(step), float(ms), float(loss)) for step, ms, loss in _STEP.findall(done.stdout)]
     if done.returncode or len(found) < args.steps:
         said = done.stdout[-2000:] + done.stderr[-2000:]
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{said}")
-    return [value for step, value in found.items() if step > args.warm_up]
+    counted = [ms for step, ms, _ in found if step > args.warm_up]
+    return counted, [loss for _, _, loss in found]
 
 
 if __name__ == "__main__":

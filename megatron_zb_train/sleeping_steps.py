@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron_zb import schedules
 from megatron_zb.cli.ending import ended
 from megatron_zb.parsing import Parser, positive, seconds
+from megatron_zb.schedules.slices import Slicing, costs_of
 from megatron_zb_train.synthetic_steps import SyntheticSteps, join
 
 
@@ -39,7 +40,9 @@ def _run(argv: Sequence[str] | None) -> None:
         pipeline_size=ranks, forward=forward, backward=backward, weight=weight
     )
     for name in args.schedules:
-        record = _timed(name, rank, args.num_microbatches, args.repetitions, costs)
+        sizes = {"pipeline_size": ranks, "num_microbatches": args.num_microbatches}
+        schedule = schedules.build(name, **sizes, costs=costs, slices=args.slices)
+        record = _timed(name, rank, schedule, args.repetitions, costs_of(schedule, costs))
         if rank == 0:
             with args.log_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
@@ -47,13 +50,9 @@ def _run(argv: Sequence[str] | None) -> None:
 
 
 def _timed(
-    name: str, rank: int, microbatches: int, repetitions: int, costs: schedules.Costs
+    name: str, rank: int, schedule: schedules.Schedule, repetitions: int, costs: schedules.Costs
 ) -> dict[str, Any]:
     """Return a schedule's predicted and measured seconds of a step of all ranks."""
-    ranks = costs.pipeline_size
-    schedule = schedules.build(
-        name, pipeline_size=ranks, num_microbatches=microbatches, costs=costs
-    )
     steps = SyntheticSteps(rank, schedule, costs)
     measured = median(steps.seconds() for _ in range(repetitions))
     steps.channels.close()
@@ -77,6 +76,13 @@ def _parser() -> Parser:
         required=True,
         metavar=("F", "B", "W"),
         help="of one microbatch on one rank",
+    )
+    parser.add_argument(
+        "--slices",
+        type=Slicing.parse,
+        default=1,
+        metavar="N",
+        help="token slices of a microbatch: a number, or their lengths, such as 2,1,1",
     )
     parser.add_argument("--repetitions", type=positive, default=3, metavar="N")
     parser.add_argument(

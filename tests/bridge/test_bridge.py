@@ -437,7 +437,8 @@ def test_settings_say_what_is_wrong_with_them() -> None:
         (
             {"fine_grained_activation_offloading": True},
             "--fine-grained-activation-offloading cannot be combined with --pipeline-schedule "
-            "v-half: it assumes the order of Megatron's interleaved schedule",
+            "v-half: it assumes the order of Megatron's interleaved schedule; give "
+            "--pipeline-offload auto instead",
         ),
         (
             {"virtual_pipeline_model_parallel_size": 4},
