@@ -31,7 +31,8 @@ class Axis:
     def around(cls, values: Iterable[float], about: int = 5) -> Axis:
         """Return an axis with about so many steps that has room for all values."""
         least, most = min(found := list(values)), max(found)
-        step = _step((most - least) or abs(most) or 1.0, about)
+        span, size = most - least, max(abs(least), abs(most))
+        step = _step(span if span > 1e-9 * size else size or 1.0, about)
         first, last = math.floor(least / step), math.ceil(most / step)
         return cls(tuple(i * step for i in range(first, max(last, first + 1) + 1)))
 

@@ -89,6 +89,7 @@ def rows_of(text: str) -> list[str]:
 
 @given(sizes=st.lists(SIZES, min_size=1, max_size=16, unique=True), spare=st.floats(1, 2))
 @example(sizes=[(1.0, 2.0), (1.0, 2.00001)], spare=1.0)  # labels of many digits
+@example(sizes=[(180.65049911180174, 1.0)], spare=1.0000000000000002)  # a span of rounding
 def test_the_text_has_each_point_in_its_cell(
     sizes: list[tuple[float, float]], spare: float
 ) -> None:

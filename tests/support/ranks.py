@@ -161,7 +161,7 @@ class RankPool:
         return [rank.process_id for rank in self._ranks]
 
     def run(
-        self, function: Callable[..., Any], /, *, timeout: float = 120.0, **arguments: Any
+        self, function: Callable[..., Any], /, *, timeout: float = 300.0, **arguments: Any
     ) -> list[Any]:
         """Call `function(**arguments)` on every rank; the results, in the order of the ranks.
 
