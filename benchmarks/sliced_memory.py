@@ -165,15 +165,16 @@ def _peak(rank: int, job: Job, name: str) -> int:
     memory = ActivationMemory(p for chunk in chunks for p in chunk.parameters())
     adapter.track(memory)
     data = [_batches(job) for _ in chunks]
-    adapter.forward_backward_func(
-        forward_step_func=_forward_step,
-        data_iterator=data if len(chunks) > 1 else data[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=job.microbatches,
-        seq_length=job.sizes.seq_length,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    with memory.watching():
+        adapter.forward_backward_func(
+            forward_step_func=_forward_step,
+            data_iterator=data if len(chunks) > 1 else data[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=job.microbatches,
+            seq_length=job.sizes.seq_length,
+            micro_batch_size=1,
+            forward_only=False,
+        )
     adapter.forward_backward_func.close()
     return memory.peak_bytes
 
