@@ -175,20 +175,24 @@ class SlicedStage(MegatronStage):
         return output, partial(self._weighed, loss_func)
 
     def _weighed(self, loss_func: Callable[..., Any], output: Any, **more: Any) -> Any:
-        """Return a slice's loss as a part of its microbatch's, by the tokens that count."""
-        result = loss_func(output, **more)
+        """Return a slice's loss as a part of its microbatch's, by the tokens that count.
+
+        A mean over no tokens is no number: the loss of such a slice, and its gradient, are 0.
+        """
         if more:
-            return result
+            return loss_func(output, **more)
         own, all_slices = self.counts.of(self.cut.unit)
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(partial(_if_any, own))
+        result = loss_func(output)
         if len(result) == 3:
             loss, num_tokens, record = result
             if not self._step.config.calculate_per_token_loss:
                 num_tokens = all_slices.to(num_tokens.dtype)
             return loss, num_tokens, Record.of(record, own, all_slices)
         loss, record = result
-        return loss * (own / all_slices.clamp(min=1)).to(loss.dtype), Record.of(
-            record, own, all_slices
-        )
+        share = (own / all_slices.clamp(min=1)).to(loss.dtype)
+        return _if_any(own, loss * share), Record.of(record, own, all_slices)
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self.cut.unit = microbatch
@@ -418,6 +422,11 @@ class TokenCounts:
         return counts
 
 
+def _if_any(count: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a value, or zeros if nothing was counted; without asking a GPU for the count."""
+    return torch.where(count > 0, value, torch.zeros_like(value))
+
+
 @dataclass
 class Record:
     """What a loss function reports of a slice, with its tokens and those of its microbatch."""
@@ -445,4 +454,4 @@ def _joined_records(records: Sequence[Record], slices: int) -> list[Any]:
 def _part(record: Record, name: str) -> Any:
     value = record.reported[name]
     numbers = value.numel() if isinstance(value, torch.Tensor) else len(value)
-    return value if numbers > 1 else value * record.share.to(value.dtype)
+    return value if numbers > 1 else _if_any(record.share, value * record.share.to(value.dtype))
