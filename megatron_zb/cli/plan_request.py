@@ -12,9 +12,9 @@ from pathlib import Path
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.parsing import flag_of, size_in_bytes
-from megatron_zb.planner import recomputation
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
+from megatron_zb.planner.operators import check_recomputation
 from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.strategy import (
     Choices,
@@ -251,7 +251,7 @@ def _choices(arguments: argparse.Namespace, model: ModelConfig, device: DeviceCo
     if arguments.recompute is not None:
         recompute = tuple(part.strip() for part in arguments.recompute.split(","))
         for kind in recompute:
-            recomputation.check(model, kind)
+            check_recomputation(model, kind)
     return Choices(
         tensor=_numbers("--tensor", arguments.tensor),
         pipeline=_numbers("--pipeline", arguments.pipeline),

@@ -18,9 +18,9 @@ from megatron_zb.planner.operators import (
     joining_weights,
     operators_of,
     predicted_layers,
+    recomputed,
     weights_of,
 )
-from megatron_zb.planner.recomputation import recomputed
 from megatron_zb.planner.work import Workload
 
 # Bytes of each weight: 16-bit weight, 32-bit gradient, and Adam's 32-bit weight and two moments.

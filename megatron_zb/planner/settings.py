@@ -16,8 +16,8 @@ from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import ActivationBytes, StateBytes
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.model import ModelConfig
+from megatron_zb.planner.operators import modules_of
 from megatron_zb.planner.prediction import IterationSettings
-from megatron_zb.planner.recomputation import modules_of
 from megatron_zb.planner.stages import StageWorkload, average_layer, worth_a_simulation
 from megatron_zb.planner.step import at_least, by_formula
 from megatron_zb.planner.strategy import (

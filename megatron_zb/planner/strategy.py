@@ -16,7 +16,7 @@ from megatron_zb.parsing import flag_of
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.mixers import MAMBA
 from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.recomputation import RECOMPUTE
+from megatron_zb.planner.operators import RECOMPUTE
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.layout import Layers, Layout, spread
 from megatron_zb.schedules.placement import Placement, v_shape

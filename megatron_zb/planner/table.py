@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_zb.parsing import GIB, gib
+from megatron_zb.planner.operators import modules_of
 from megatron_zb.planner.prediction import PlanRow, Prediction, RankMemory, overheads
 from megatron_zb.planner.reasons import (
     activation_states,
@@ -21,7 +22,6 @@ from megatron_zb.planner.reasons import (
     recommended,
     vocabulary,
 )
-from megatron_zb.planner.recomputation import modules_of
 from megatron_zb.planner.search import Plan
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.schedules import layout

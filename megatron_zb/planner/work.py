@@ -39,8 +39,8 @@ from megatron_zb.planner.operators import (
     attention_flops,
     operators_of,
     predicted_layers,
+    recomputed,
 )
-from megatron_zb.planner.recomputation import recomputed
 from megatron_zb.planner.strategy import Strategy
 
 # A random number of dropout costs as much time as this many bytes of traffic. An assumption.
