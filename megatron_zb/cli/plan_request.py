@@ -16,19 +16,23 @@ from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.operators import check_recomputation
 from megatron_zb.planner.settings import PlanJob
+from megatron_zb.planner.slices import with_slices
 from megatron_zb.planner.strategy import (
+    LEAST_TOKENS,
     Choices,
     ScheduleCandidate,
     candidates_of,
     names_in,
 )
 from megatron_zb.planner.unequal import SequenceLengths
+from megatron_zb.schedules.slices import MOST_SLICES
 
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
     "context": "context_parallel_size",
     "micro_batch_size": "micro_batch_size",
+    "slices": "pipeline_slices",
 }
 _OF_EXPERTS = {
     "expert": "expert_model_parallel_size",
@@ -112,7 +116,8 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
     _whole("--tries", arguments.tries, 3)
     _whole("--top", arguments.top, 8)
     names = None if arguments.schedules is None else names_in(arguments.schedules)
-    return job, candidates_of(names, overlap=not arguments.no_overlap_p2p)
+    found = candidates_of(names, overlap=not arguments.no_overlap_p2p)
+    return job, with_slices(found, job.choices.slices, named=names is not None)
 
 
 def lengths(arguments: argparse.Namespace, job: PlanJob) -> SequenceLengths | None:
@@ -125,6 +130,11 @@ def lengths(arguments: argparse.Namespace, job: PlanJob) -> SequenceLengths | No
         if arguments.packing is not None:
             raise UsageError("--packing needs --lengths, such as --lengths lognormal:4096:0.9")
         return None
+    if job.has_slices:
+        raise UsageError(
+            f"--slices {arguments.slices} cannot be combined with --lengths: slices are of samples "
+            "of one length: leave one out"
+        )
     if arguments.micro_batch_size not in (None, "1"):
         raise UsageError(
             f"--micro-batch-size {arguments.micro_batch_size} cannot be combined with --lengths, "
@@ -154,6 +164,8 @@ _OF_CONFIG = (
     "precision",
     "pipeline_recompute",
     "pipeline_offload",
+    "slices",
+    "slice_tokens",
 )
 
 
@@ -261,8 +273,18 @@ def _choices(arguments: argparse.Namespace, model: ModelConfig, device: DeviceCo
         expert=_numbers("--expert", arguments.expert),
         expert_tensor=_numbers("--expert-tensor", arguments.expert_tensor),
         precision=_check_precision(arguments.precision or "bf16", device),
+        slices=_slices(arguments.slices),
+        slice_tokens=LEAST_TOKENS
+        if arguments.slice_tokens is None
+        else _whole("--slice-tokens", arguments.slice_tokens, LEAST_TOKENS),
         overlap=not arguments.no_overlap_data_parallel,
     )
+
+
+def _slices(text: str | None) -> tuple[int, ...]:
+    if text == "auto":
+        return tuple(2**power for power in range(MOST_SLICES.bit_length()))
+    return _numbers("--slices", text) or (1,)
 
 
 def _numbers(flag: str, text: str | None) -> tuple[int, ...] | None:

@@ -17,6 +17,7 @@ from megatron_zb.planner.reasons import (
     gain_of_cut,
     is_named_too,
     margin,
+    named_as,
     reason,
     recommendation,
     recommended,
@@ -110,6 +111,8 @@ def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -
         multi_token: layers of multi-token prediction.
     """
     out = [] if row.megatron else [f"--pipeline-schedule {row.family}"]
+    if row.slicing is not None:
+        out.append(f"--pipeline-slices {row.slicing}")
     if row.cuts_vocabulary:
         out.append("--pipeline-vocabulary on")
     if row.dropped:
@@ -225,11 +228,18 @@ def places(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _shown(plan: Plan, top: int) -> list[tuple[int, int]]:
-    """Return the places and indices of the first rows, and of Megatron's own wherever they rank."""
+    """Return the places and indices of the first rows.
+
+    Megatron's own stand in the table wherever they rank, and so does the first of whole ones, and
+    of those with slices.
+    """
+    rows = places(plan)
+    of_whole = [plan.ranked[index].slicing is None for _, index in rows]
+    firsts = {of_whole.index(whole) for whole in set(of_whole)}
     return [
         (place, index)
-        for place, index in places(plan)
-        if place <= top or plan.ranked[index].candidate.startswith("Megatron")
+        for at, (place, index) in enumerate(rows)
+        if place <= top or plan.ranked[index].candidate.startswith("Megatron") or at in firsts
     ]
 
 
@@ -282,7 +292,7 @@ def _memory(plan: Plan, shown: list[tuple[int, int]]) -> Table:
 def name_in(plan: Plan, row: Prediction) -> str:
     """Return the name of a row, marked where ``auto`` is the same run."""
     is_auto = any(
-        is_named_too(plan, other) and other.family == row.candidate for other in plan.ranked
+        is_named_too(plan, other) and named_as(other) == row.candidate for other in plan.ranked
     )
     return f"{row.name} (auto)" if is_auto else row.name
 
@@ -329,6 +339,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "num_microbatches": row.num_microbatches,
         "recompute": strategy.recompute,
         "layout": layout.text(layout.lettered(row.layout)),
+        **({"slices": strategy.slices} if plan.job.has_slices else {}),
         "vocabulary": "on" if row.cuts_vocabulary else "off",
         "gain_of_cut": gain_of_cut(plan, row),
         "overlaps_exchange": row.overlaps_exchange,
