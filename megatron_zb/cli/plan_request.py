@@ -40,21 +40,30 @@ _OF_EXPERTS = {
 }
 
 
-def read_training(words: Sequence[str]) -> tuple[ModelConfig, dict[str, str]]:
+def read_training(
+    words: Sequence[str], *, sliced: bool = False
+) -> tuple[ModelConfig, dict[str, str]]:
     """Return the model of a training's arguments, and the sizes that they give, by plan's names.
 
     What the arguments leave out is left to the plan.
 
     Raises:
-        UsageError: an argument is unknown or wrong, or the planner cannot count it.
+        UsageError: an argument is unknown or wrong, or the planner cannot count it; with slices,
+            one of them does not go with those.
     """
     from megatron_zb.cli.check import installed_series
+    from megatron_zb.errors import raise_first
     from megatron_zb.job import settings
+    from megatron_zb.megatron_core.refusals import Asked, refusals
     from megatron_zb.megatron_lm import argument_table
     from megatron_zb.planner.model_flags import model_of
 
     parser = settings.add_megatron_lm_arguments(argument_table.parser_of(installed_series()))
-    model = model_of(parser.parse_args(list(words)))
+    args = parser.parse_args(list(words))
+    if sliced or args.pipeline_slices is not None:
+        asked = Asked(args=args, choice="", facts={"pipeline_slices": True})
+        raise_first(refusals(asked, only=("slices",)))
+    model = model_of(args)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     given = parser.parse_args(list(words))  # only what the words give, also where it is a default
@@ -63,6 +72,11 @@ def read_training(words: Sequence[str]) -> tuple[ModelConfig, dict[str, str]]:
 
 def _sizes(given: argparse.Namespace, *, has_experts: bool) -> dict[str, str]:
     names = {**_SIZES, **(_OF_EXPERTS if has_experts else {})}
+    slicing = getattr(given, "pipeline_slices", None)
+    if slicing is not None and str(slicing) != str(slicing.slices):
+        raise UsageError(
+            f"--pipeline-slices {slicing}: slices of a plan have equal lengths: give their number"
+        )
     out = {name: str(getattr(given, of)) for name, of in names.items() if hasattr(given, of)}
     granularity = getattr(given, "recompute_granularity", None)
     if granularity is not None or hasattr(given, "recompute_activations"):
@@ -202,7 +216,8 @@ def _model(arguments: argparse.Namespace) -> ModelConfig:
             "a model: leave one out"
         )
 
-    model, sizes = read_training(arguments.words)
+    sliced = arguments.slices not in (None, "1")
+    model, sizes = read_training(arguments.words, sliced=sliced)
     for name, value in sizes.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)

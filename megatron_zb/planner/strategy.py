@@ -162,8 +162,7 @@ def _slices(sequence: int, whole: Strategy, choices: Choices) -> Iterator[int]:
         return
     for slices in choices.slices:
         length, rest = divmod(sequence, slices * whole.tensor)
-        is_long = length * whole.microbatch >= choices.slice_tokens
-        if slices > 1 and not rest and is_long:
+        if slices > 1 and not rest and length >= choices.slice_tokens:
             yield slices
 
 
