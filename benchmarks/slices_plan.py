@@ -27,8 +27,8 @@ RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "slices_pla
 TOKENS = {131072: 2**22, 524288: 2**23}  # of a sample, and of a batch
 SCHEDULES = "1f1b,interleaved,zb-h1,v-min,v-half,v-zb,auto"
 KEPT = (
-    "schedule runs chunks tensor pipeline data context slices num_microbatches recompute "
-    "tokens_per_second_per_gpu mfu bubble memory flags"
+    "schedule runs chunks tensor pipeline data context slices slice_tokens num_microbatches "
+    "recompute tokens_per_second_per_gpu mfu bubble memory flags"
 ).split()
 
 

@@ -192,7 +192,8 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
         "--slices",
         metavar="auto|N,N",
         help="token slices of a microbatch along its sequence: numbers such as 1,4,8, or powers of "
-        "two as long as slices have --slice-tokens (auto). By default microbatches stay whole",
+        "two as long as slices have --slice-tokens (auto); of equal tokens, and of equal time. By "
+        "default microbatches stay whole",
     )
     group.add_argument(
         "--slice-tokens",

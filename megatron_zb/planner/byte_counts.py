@@ -141,11 +141,11 @@ def keys_and_values(load: Workload) -> float:
 
 
 def logits(load: Workload) -> float:
-    """Count the bytes of 16-bit logits, 32-bit softmax and 32-bit gradient of a message's tokens.
+    """Count the bytes of 16-bit logits, 32-bit softmax and 32-bit gradient at a time.
 
-    A message has those of a microbatch, or of a slice.
+    They are of one microbatch, or of one slice.
     """
-    tokens = load.tokens / load.strategy.slices
+    tokens = load.largest_slice * load.tokens
     return (2 + 4 + 4) * tokens * load.model.vocabulary / load.strategy.tensor
 
 

@@ -18,7 +18,7 @@ from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.operators import modules_of
 from megatron_zb.planner.prediction import IterationSettings
-from megatron_zb.planner.slices import prefix, why_not_sliced
+from megatron_zb.planner.slices import are_long, prefix, why_not_sliced
 from megatron_zb.planner.stages import StageWorkload, average_layer, worth_a_simulation
 from megatron_zb.planner.step import at_least, by_formula
 from megatron_zb.planner.strategy import (
@@ -137,7 +137,8 @@ def estimated_seconds(
     family = catalog.family(candidate.family)
     steady = m * max(work.total, family.interval(stages))
     step = by_formula(split.load, split.states, work)
-    return steady + family.bubble(p, stages, v) / n + 2 * (p - 1) * hop / n + step
+    bubble = family.bubble(p, stages, v) * split.load.slowest_slice
+    return steady + bubble + 2 * (p - 1) * hop / n + step
 
 
 def estimated_memory(
@@ -314,10 +315,11 @@ class CountedSettings:
         """
         job.check_slices()
         sizes = job.model, job.device, job.gpus, job.global_batch, job.choices
-        found = [
-            EvenSplit(Workload(job.model, job.device, strategy, job.sequence, job.frozen))
+        loads = (
+            Workload(job.model, job.device, strategy, job.sequence, job.frozen)
             for strategy in strategies(*sizes, job.sequence)
-        ]
+        )
+        found = [EvenSplit(load) for load in loads if are_long(load, job.choices.slice_tokens)]
         if not found:
             raise UsageError(said_of_none(*sizes))
         if job.has_slices and all(s.load.strategy.slices == 1 for s in found):

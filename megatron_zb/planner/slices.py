@@ -11,7 +11,8 @@ A strategy with n slices is counted as follows:
 - Logits, messages and what B holds while it runs are those of one slice. Activations are those of
   all slices under way, as simulated.
 
-The share of scores is that of the whole model, the same for all stages, as in training.
+The share of scores is that of the whole model, the same for all stages, as in training. Slices are
+equally long, or take equally long, by :attr:`Workload.slicing`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_zb.planner.strategy import (
     ScheduleCandidate,
     sliced,
 )
-from megatron_zb.planner.work import PassSeconds, Workload
+from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Pass, PassKind
 from megatron_zb.schedules.slices import Slicing
 
@@ -62,20 +63,10 @@ def with_slices(
     return [*own, *(others if 1 in slices else ()), *sliced(others, named=named)]
 
 
-def slicing_of_load(load: Workload) -> Slicing | None:
-    """Return the slices of a workload with the share of scores; None for whole microbatches."""
-    if load.strategy.slices == 1:
-        return None
-    layers = load.model.alike(range(load.model.layers)).items()
-    ends = load.embedding() + load.output()
-    whole = sum((load.layer(one) * count for one, count in layers), ends)
-    grows = sum((load.scores(one) * count for one, count in layers), PassSeconds())
-    return Slicing.equal(
-        load.strategy.slices,
-        attention=grows.forward / whole.forward,
-        attention_backward=grows.backward / whole.backward,
-        joins_weight=False,
-    )
+def are_long(load: Workload, least: int) -> bool:
+    """Return whether every slice has so many tokens on a tensor-parallel rank; whole ones do."""
+    slicing = load.slicing
+    return slicing is None or min(slicing.lengths) >= least * load.strategy.tensor
 
 
 def unrolled(passes: Sequence[Pass], slicing: Slicing) -> Iterator[Pass]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from megatron_zb.measured.fit import CostModel, Variant
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import ActivationBytes, StateBytes
-from megatron_zb.planner.slices import held_by, prefix, slicing_of_load
+from megatron_zb.planner.slices import held_by, prefix
 from megatron_zb.planner.strategy import ScheduleCandidate
 from megatron_zb.planner.vocabulary import CONNECTION, CountedShard, more_connections
 from megatron_zb.planner.work import PassSeconds, Workload
@@ -91,10 +91,10 @@ class StageWorkload:
         out[-1] += self.shard.last_norm_held + byte_counts.prediction_held(self.load)
         return (*out, *[self.shard.held] * self.placement.pipeline_size)
 
-    @cached_property
+    @property
     def slicing(self) -> Slicing | None:
         """Token slices of every microbatch, None for whole ones."""
-        return slicing_of_load(self.load)
+        return self.load.slicing
 
     @cached_property
     def held_by_slices(self) -> list[ActivationBytes]:

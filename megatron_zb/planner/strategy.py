@@ -28,6 +28,7 @@ from megatron_zb.schedules.sliced_families import SLICED
 _MICROBATCHES = (1, 2, 3, 4, 6, 8)
 _CONTEXTS = (2, 4, 8, 16, 32)
 _LONG = 8192  # tokens of a sample above which it is cut without being asked
+SLICE_STEP = 16  # tokens on a tensor-parallel rank, in multiples of which slices differ
 LEAST_TOKENS = 1024
 """Least tokens of a slice on a tensor-parallel rank.
 
@@ -46,7 +47,7 @@ class Strategy:
     ``overlap`` is for the reduction of gradients and the gathering of weights. Without
     ``sequence_parallel``, every tensor-parallel rank works on norms and residuals of all tokens.
     ``recompute`` is none, selective, full, or modules joined by a plus sign. ``slices`` is the
-    number of token slices of a microbatch.
+    number of token slices of a microbatch, equally long, or as long in time with ``by_time``.
     """
 
     tensor: int
@@ -61,6 +62,7 @@ class Strategy:
     overlap: bool = True
     sequence_parallel: bool = True
     slices: int = 1
+    by_time: bool = False
 
     @property
     def model_ranks(self) -> int:
@@ -90,6 +92,7 @@ class Strategy:
         if self.precision != "bf16":
             said += f" {self.precision}"
         said += f" n={self.slices}" if self.slices > 1 else ""
+        said += " by time" if self.by_time else ""
         return said if self.recompute == "none" else f"{said} recompute {self.recompute}"
 
 
@@ -149,12 +152,11 @@ def strategies(
                 )
                 for whole in _with_experts(model, device, shape, global_batch, choices):
                     yield whole
-                    for slices in _slices(sequence, whole, choices):
-                        yield replace(whole, slices=slices)
+                    yield from _sliced(sequence, whole, choices)
 
 
-def _slices(sequence: int, whole: Strategy, choices: Choices) -> Iterator[int]:
-    """Yield the numbers of slices above 1: of samples on a pipeline that nothing else cuts.
+def _sliced(sequence: int, whole: Strategy, choices: Choices) -> Iterator[Strategy]:
+    """Yield a strategy with slices, if it has a pipeline and samples that nothing else cuts.
 
     The usual scales of fp8 follow whole microbatches.
     """
@@ -163,7 +165,9 @@ def _slices(sequence: int, whole: Strategy, choices: Choices) -> Iterator[int]:
     for slices in choices.slices:
         length, rest = divmod(sequence, slices * whole.tensor)
         if slices > 1 and not rest and length >= choices.slice_tokens:
-            yield slices
+            yield replace(whole, slices=slices)
+            if sequence % (SLICE_STEP * whole.tensor) == 0 and length >= 4 * SLICE_STEP:
+                yield replace(whole, slices=slices, by_time=True)
 
 
 def _with_experts(

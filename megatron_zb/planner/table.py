@@ -339,7 +339,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "num_microbatches": row.num_microbatches,
         "recompute": strategy.recompute,
         "layout": layout.text(layout.lettered(row.layout)),
-        **({"slices": strategy.slices} if plan.job.has_slices else {}),
+        **_slices(row, asked=plan.job.has_slices),
         "vocabulary": "on" if row.cuts_vocabulary else "off",
         "gain_of_cut": gain_of_cut(plan, row),
         "overlaps_exchange": row.overlaps_exchange,
@@ -356,6 +356,12 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "flags": flags(row, plan.job.global_batch),
         "reason": reason(plan, index),
     }
+
+
+def _slices(row: Prediction, *, asked: bool) -> dict[str, Any]:
+    """Return the number of slices and their tokens, where slices were asked for."""
+    lengths = None if row.slicing is None else row.slicing.lengths
+    return {"slices": row.load.strategy.slices, "slice_tokens": lengths} if asked else {}
 
 
 # --- points of speed and memory, and the Pareto front ---------------------------------------------

@@ -28,8 +28,9 @@ Counted from floating-point operations and bytes, on one tensor-parallel rank:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from megatron_zb.measured.usual_gpu import LOGIT_IN_B, LOGIT_IN_F
 from megatron_zb.planner.device import DeviceConfig, Rate
@@ -41,7 +42,9 @@ from megatron_zb.planner.operators import (
     predicted_layers,
     recomputed,
 )
-from megatron_zb.planner.strategy import Strategy
+from megatron_zb.planner.strategy import SLICE_STEP, Strategy
+from megatron_zb.schedules import Costs
+from megatron_zb.schedules.slices import Slicing
 
 # A random number of dropout costs as much time as this many bytes of traffic. An assumption.
 _RANDOM = 6
@@ -137,6 +140,50 @@ class Workload:
             again = self._again(index, scores.forward)
         return scores + rest + PassSeconds(backward=again)
 
+    @cached_property
+    def slicing(self) -> Slicing | None:
+        """Token slices of every microbatch, their lengths in tokens; None for whole ones."""
+        slices, tokens = self.strategy.slices, self.sequence
+        if slices == 1:
+            return None
+        whole, grows = self._whole_and_scores
+        shares = grows.forward / whole.forward, grows.backward / whole.backward
+        given = Slicing((tokens / slices,) * slices, *shares, joins_weight=False)
+        if not self.strategy.by_time:
+            return given
+        costs = Costs.uniform(pipeline_size=1, p2p=0.0, **vars(whole))
+        exact = Slicing.of_equal_time(
+            slices, costs, attention=shares[0], attention_backward=shares[1]
+        )
+        step = SLICE_STEP * self.strategy.tensor
+        ends = [round(end * tokens / step) * step for end in accumulate(exact.lengths)]
+        return replace(given, lengths=tuple(float(b - a) for a, b in pairwise([0, *ends])))
+
+    @cached_property
+    def _whole_and_scores(self) -> tuple[PassSeconds, PassSeconds]:
+        """Seconds of a microbatch in the whole model, and those of :meth:`scores`."""
+        layers = self.model.alike(range(self.model.layers)).items()
+        ends = self.embedding() + self.output()
+        whole = sum((self.layer(one) * count for one, count in layers), ends)
+        return whole, sum((self.scores(one) * count for one, count in layers), PassSeconds())
+
+    @property
+    def largest_slice(self) -> float:
+        """Share of a microbatch's tokens that its longest slice has."""
+        return 1.0 if self.slicing is None else max(scale.tokens for scale in self.slicing.scales)
+
+    @property
+    def slowest_slice(self) -> float:
+        """Share of a microbatch's seconds that its slowest slice takes."""
+        if self.slicing is None:
+            return 1.0
+        work, _ = self._whole_and_scores
+        parts = (
+            it.forward * work.forward + it.backward * work.backward + it.tokens * work.weight
+            for it in self.slicing.scales
+        )
+        return max(parts) / work.total
+
     def scores(self, index: int) -> PassSeconds:
         """Return the seconds of one layer that grow with the tokens before a slice.
 
@@ -220,9 +267,12 @@ class Workload:
         return work + self._added_by_slices(self.model.vocabulary * self.model.hidden_size)
 
     def message(self) -> float:
-        """Return the bytes of one message between pipeline ranks, for each tensor rank."""
-        tokens = self.tokens / self.strategy.slices
-        return 2 * tokens * self.model.hidden_size / self.strategy.tensor
+        """Return the bytes of the largest message between pipeline ranks, for each tensor rank."""
+        return self.largest_slice * self._message()
+
+    def _message(self) -> float:
+        """Return the bytes of a microbatch between pipeline ranks, for each tensor rank."""
+        return 2 * self.tokens * self.model.hidden_size / self.strategy.tensor
 
     def hop(self, in_node: bool, *, together: int = 1) -> float:
         """Return the seconds of a microbatch's message, or those of all slices, to another rank.
@@ -231,7 +281,8 @@ class Workload:
         """
         links = self.device.messages
         link = links.in_node if in_node else links.between_nodes
-        return self.strategy.slices * link.seconds(together * self.message()) / together
+        slices = self.strategy.slices
+        return slices * link.seconds(together * self._message() / slices) / together
 
     def moved(self, size: float) -> float:
         """Return the seconds in which kernels read and write so many bytes."""

@@ -113,6 +113,22 @@ def test_what_slices_add_to_a_layer_is_what_a_hand_counts() -> None:
     assert slicing.attention == pytest.approx(seconds / whole_forward)
 
 
+def test_slices_of_equal_time_take_equally_long() -> None:
+    staged = cut("zb-h1", slices=4, by_time=True)
+    assert staged.slicing is not None
+    lengths = staged.slicing.lengths
+    assert lengths[0] > 1.5 * lengths[-1]
+    assert sum(lengths) == 32768
+    assert all(length % 16 == 0 for length in lengths)
+    costs = staged.costs(blocking=False)
+    rows = [costs.scaled(scale) for scale in staged.slicing.scales]
+    times = [sum(row.forward) + sum(row.backward) + sum(row.weight) for row in rows]
+    assert max(times) < 1.01 * min(times)
+    assert staged.load.slowest_slice == pytest.approx(1 / 4, rel=0.01)
+    share = max(lengths) / 32768
+    assert byte_counts.logits(staged.load) == pytest.approx(share * byte_counts.logits(load(LONG)))
+
+
 def test_prefixes_and_full_recomputation_keep_keys_and_values() -> None:
     keys = 2 * 32768 * 2 * 4 * 64
     staged = cut("1f1b", slices=8, recompute="full")
@@ -145,11 +161,10 @@ def test_slices_are_proposed_where_few_microbatches_do_not_fit() -> None:
     assert rows[MEGATRON_FULL].load.strategy.recompute == "full"
     assert rows[MEGATRON_FULL].tokens_per_gpu < first.tokens_per_gpu
     assert found.nothing_for[MEGATRON_CONTEXT].startswith("no setting")
-    number = first.load.strategy.slices
-    assert f"--pipeline-slices {number}" in flags(first, 4)
+    assert f"--pipeline-slices {first.slicing}" in flags(first, 4)
     said = as_json(found)
-    assert said["ranked"][0]["slices"] == number
-    assert f"with --pipeline-slices {number}" in said["recommendation"]
+    assert len(said["ranked"][0]["slice_tokens"]) == said["ranked"][0]["slices"] > 1
+    assert f"with --pipeline-slices {first.slicing}" in said["recommendation"]
 
 
 def test_training_takes_the_flags_of_a_plan() -> None:
@@ -171,11 +186,15 @@ def test_whole_microbatches_have_the_same_rows_beside_slices() -> None:
 
 def test_slices_are_of_samples_that_nothing_else_cuts_and_long_enough() -> None:
     choices = replace(ONE, tensor=(1, 2), pipeline=(1, 4), context=(1, 2), slices=(1, 3, 8, 16))
-    found = {
-        (s.tensor, s.pipeline, s.context, s.slices)
-        for s in strategies(LONG, a100(), 16, 16, replace(choices, slice_tokens=2048), 32768)
-    }
-    assert {one for one in found if one[3] > 1} == {(1, 4, 1, 8), (1, 4, 1, 16), (2, 4, 1, 8)}
+    choices = replace(choices, slice_tokens=2048)
+    found = [*strategies(LONG, a100(), 16, 16, choices, 32768)]
+    for by_time in (False, True):
+        sizes = {
+            (s.tensor, s.pipeline, s.context, s.slices)
+            for s in found
+            if s.slices > 1 and s.by_time is by_time
+        }
+        assert sizes == {(1, 4, 1, 8), (1, 4, 1, 16), (2, 4, 1, 8)}
     fp8 = replace(choices, precision="fp8")
     assert all(s.slices == 1 for s in strategies(LONG, a100(), 16, 16, fp8, 32768))
 
