@@ -446,7 +446,7 @@ class _CountedSearch(PlanSearch):
         whole = {name: row for name, row in self.best.items() if row.slicing is None}
         reached = [row.tokens_per_gpu for name, row in whole.items() if name in self.asked]
         floor = max(reached, default=0.0) * (1 + WORTH_A_CHANGE)
-        able = [c for c in named if not (c.overlaps_exchange or c.is_sliced)]
+        able = [candidate for candidate in named if not candidate.overlaps_exchange]
         for found in self._variants(able, floor, cuts_vocabulary=True):
             row, name = found.prediction, found.candidate.name
             self._note_cut(row)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +156,12 @@ def test_many_microbatches_are_continued_from_the_first_ones(
     assert few.seconds == pytest.approx(whole.seconds, rel=1e-6)
 
 
+def test_no_order_is_faster_than_the_bound_of_a_setting() -> None:
+    row = predict(cut("v-half", slices=8), of("v-half"), IterationSettings(3), None)
+    bound = PlanJob(LONG, a100(), 4, 80 * GIB, 3, 32768, ONE).optimistic(cut("v-half", slices=8), 3)
+    assert row.tokens_per_gpu <= bound < 1.5 * row.tokens_per_gpu
+
+
 def test_slices_are_proposed_where_few_microbatches_do_not_fit() -> None:
     found = plan(16.5)
     first, rows = found.ranked[0], {row.candidate: row for row in found.ranked}
@@ -261,3 +270,20 @@ def test_slices_of_a_training_are_kept_or_refused() -> None:
         read_training([*words, "--pipeline-slices", "2,1,1"])
     with pytest.raises(UsageError, match="--reset-attention-mask cannot be combined"):
         read_training([*words, "--reset-attention-mask"], sliced=True)
+
+
+def test_figures_of_long_samples_are_those_of_the_results() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    text = (docs / "long_context.md").read_text(encoding="utf-8")
+    cases = json.loads((docs / "results" / "slices_plan.json").read_text(encoding="utf-8"))["cases"]
+    assert len(cases) == text.count("k | ")
+    for case in cases:
+        (line,) = re.findall(rf"\| {case['gpus']}, {case['tokens'] // 1024}k .*", text)
+        rows = [case[name] for name in ("sliced", "whole", "megatron_full")]
+        for cell, row in zip(line.split("|")[2:5], rows, strict=True):
+            said = cell.split(",")[0].strip()
+            if row is None:
+                assert said == "nothing fits"
+                continue
+            memory = row["memory"]["total"] / GIB
+            assert said == f"{row['tokens_per_second_per_gpu']:.0f} ({memory:.1f})"
