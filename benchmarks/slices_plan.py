@@ -5,6 +5,9 @@ A model of 70 billion weights on 64 and 256 GPUs, with samples of 128k tokens in
 of 512k in batches of 8M. Each case is one `megatron-zb plan`, whose tensor parallelism is a node's.
 Printed and written are the best row with slices, the best without, and Megatron's 1F1B with full
 recomputation. Nothing is run: costs are counted.
+
+Searches of 512k tokens take long: docs/results/slices_plan.json has them with
+``--schedules 1f1b,interleaved --tries 1``.
 """
 
 from __future__ import annotations
@@ -96,12 +99,12 @@ def main() -> int:
     for sequence in args.tokens:
         for gpus in args.gpus:
             found = planned(words_of(gpus, sequence, args))
-            cases.append({"tokens": sequence, "gpus": gpus, **found})
+            cases.append({"tokens": sequence, "gpus": gpus, **found, **provenance.of_this_run()})
             print(f"{gpus} GPUs, {sequence} tokens", found.get("error", ""))
             for name in ("sliced", "whole", "megatron_full", "megatron_context"):
                 print(f"  {name:16} {in_words(found.get(name))}", flush=True)
-            results = {"cases": cases, **provenance.of_this_run()}
-            args.output.write_text(f"{json.dumps(results, indent=1)}\n", encoding="utf-8")
+            text = json.dumps({"cases": cases}, indent=1)
+            args.output.write_text(f"{text}\n", encoding="utf-8")
     return 0
 
 
