@@ -38,7 +38,7 @@ import yaml
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import builtin_folder
-from megatron_zb.planner import recomputation
+from megatron_zb.planner import operators
 from megatron_zb.planner.byte_counts import layer_held
 from megatron_zb.planner.device import read_device
 from megatron_zb.planner.model import ModelConfig, read_model
@@ -138,7 +138,7 @@ def share_kept(recipe: dict[str, str]) -> float | None:
     model = next((m for name, m in _models().items() if recipe["recipe"].startswith(name)), None)
     modules = ast.literal_eval(recipe["recompute_modules"] or "[]")
     kind = "+".join(modules) or recipe["recompute_granularity"]
-    if model is None or any(module not in recomputation.MODULES for module in modules):
+    if model is None or any(module not in operators.MODULES for module in modules):
         return None
     held, left = (
         sum(layer_held(_load(model, recipe, how), i).activation for i in range(model.layers))

@@ -189,6 +189,20 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
         help="of the products with the weights of layers (default bf16)",
     )
     group.add_argument(
+        "--slices",
+        metavar="auto|N,N",
+        help="token slices of a microbatch along its sequence: numbers such as 1,4,8, or powers of "
+        "two as long as slices have --slice-tokens (auto); of equal tokens, and of equal time. By "
+        "default microbatches stay whole",
+    )
+    group.add_argument(
+        "--slice-tokens",
+        type=int,
+        metavar="N",
+        help="least tokens of a slice on a tensor-parallel rank (default 1024): "
+        "products of fewer are slower than counted",
+    )
+    group.add_argument(
         "--vocabulary",
         choices=("auto", "on", "off"),
         help="cut the output layer along the vocabulary over the pipeline ranks: where that is "

@@ -12,23 +12,27 @@ from pathlib import Path
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.parsing import flag_of, size_in_bytes
-from megatron_zb.planner import recomputation
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
+from megatron_zb.planner.operators import check_recomputation
 from megatron_zb.planner.settings import PlanJob
+from megatron_zb.planner.slices import with_slices
 from megatron_zb.planner.strategy import (
+    LEAST_TOKENS,
     Choices,
     ScheduleCandidate,
     candidates_of,
     names_in,
 )
 from megatron_zb.planner.unequal import SequenceLengths
+from megatron_zb.schedules.slices import MOST_SLICES
 
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
     "context": "context_parallel_size",
     "micro_batch_size": "micro_batch_size",
+    "slices": "pipeline_slices",
 }
 _OF_EXPERTS = {
     "expert": "expert_model_parallel_size",
@@ -36,21 +40,30 @@ _OF_EXPERTS = {
 }
 
 
-def read_training(words: Sequence[str]) -> tuple[ModelConfig, dict[str, str]]:
+def read_training(
+    words: Sequence[str], *, sliced: bool = False
+) -> tuple[ModelConfig, dict[str, str]]:
     """Return the model of a training's arguments, and the sizes that they give, by plan's names.
 
     What the arguments leave out is left to the plan.
 
     Raises:
-        UsageError: an argument is unknown or wrong, or the planner cannot count it.
+        UsageError: an argument is unknown or wrong, or the planner cannot count it; with slices,
+            one of them does not go with those.
     """
     from megatron_zb.cli.check import installed_series
+    from megatron_zb.errors import raise_first
     from megatron_zb.job import settings
+    from megatron_zb.megatron_core.refusals import Asked, refusals
     from megatron_zb.megatron_lm import argument_table
     from megatron_zb.planner.model_flags import model_of
 
     parser = settings.add_megatron_lm_arguments(argument_table.parser_of(installed_series()))
-    model = model_of(parser.parse_args(list(words)))
+    args = parser.parse_args(list(words))
+    if sliced or args.pipeline_slices is not None:
+        asked = Asked(args=args, choice="", facts={"pipeline_slices": True})
+        raise_first(refusals(asked, only=("slices",)))
+    model = model_of(args)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     given = parser.parse_args(list(words))  # only what the words give, also where it is a default
@@ -59,6 +72,11 @@ def read_training(words: Sequence[str]) -> tuple[ModelConfig, dict[str, str]]:
 
 def _sizes(given: argparse.Namespace, *, has_experts: bool) -> dict[str, str]:
     names = {**_SIZES, **(_OF_EXPERTS if has_experts else {})}
+    slicing = getattr(given, "pipeline_slices", None)
+    if slicing is not None and str(slicing) != str(slicing.slices):
+        raise UsageError(
+            f"--pipeline-slices {slicing}: slices of a plan have equal lengths: give their number"
+        )
     out = {name: str(getattr(given, of)) for name, of in names.items() if hasattr(given, of)}
     granularity = getattr(given, "recompute_granularity", None)
     if granularity is not None or hasattr(given, "recompute_activations"):
@@ -112,7 +130,8 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
     _whole("--tries", arguments.tries, 3)
     _whole("--top", arguments.top, 8)
     names = None if arguments.schedules is None else names_in(arguments.schedules)
-    return job, candidates_of(names, overlap=not arguments.no_overlap_p2p)
+    found = candidates_of(names, overlap=not arguments.no_overlap_p2p)
+    return job, with_slices(found, job.choices.slices, named=names is not None)
 
 
 def lengths(arguments: argparse.Namespace, job: PlanJob) -> SequenceLengths | None:
@@ -125,6 +144,11 @@ def lengths(arguments: argparse.Namespace, job: PlanJob) -> SequenceLengths | No
         if arguments.packing is not None:
             raise UsageError("--packing needs --lengths, such as --lengths lognormal:4096:0.9")
         return None
+    if job.has_slices:
+        raise UsageError(
+            f"--slices {arguments.slices} cannot be combined with --lengths: slices are of samples "
+            "of one length: leave one out"
+        )
     if arguments.micro_batch_size not in (None, "1"):
         raise UsageError(
             f"--micro-batch-size {arguments.micro_batch_size} cannot be combined with --lengths, "
@@ -154,6 +178,8 @@ _OF_CONFIG = (
     "precision",
     "pipeline_recompute",
     "pipeline_offload",
+    "slices",
+    "slice_tokens",
 )
 
 
@@ -190,7 +216,8 @@ def _model(arguments: argparse.Namespace) -> ModelConfig:
             "a model: leave one out"
         )
 
-    model, sizes = read_training(arguments.words)
+    sliced = arguments.slices not in (None, "1")
+    model, sizes = read_training(arguments.words, sliced=sliced)
     for name, value in sizes.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
@@ -251,7 +278,7 @@ def _choices(arguments: argparse.Namespace, model: ModelConfig, device: DeviceCo
     if arguments.recompute is not None:
         recompute = tuple(part.strip() for part in arguments.recompute.split(","))
         for kind in recompute:
-            recomputation.check(model, kind)
+            check_recomputation(model, kind)
     return Choices(
         tensor=_numbers("--tensor", arguments.tensor),
         pipeline=_numbers("--pipeline", arguments.pipeline),
@@ -261,8 +288,18 @@ def _choices(arguments: argparse.Namespace, model: ModelConfig, device: DeviceCo
         expert=_numbers("--expert", arguments.expert),
         expert_tensor=_numbers("--expert-tensor", arguments.expert_tensor),
         precision=_check_precision(arguments.precision or "bf16", device),
+        slices=_slices(arguments.slices),
+        slice_tokens=LEAST_TOKENS
+        if arguments.slice_tokens is None
+        else _whole("--slice-tokens", arguments.slice_tokens, LEAST_TOKENS),
         overlap=not arguments.no_overlap_data_parallel,
     )
+
+
+def _slices(text: str | None) -> tuple[int, ...]:
+    if text == "auto":
+        return tuple(2**power for power in range(MOST_SLICES.bit_length()))
+    return _numbers("--slices", text) or (1,)
 
 
 def _numbers(flag: str, text: str | None) -> tuple[int, ...] | None:

@@ -286,9 +286,13 @@ def _parts(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 
 def _pictures(plan: Plan) -> list[dict[str, Any]]:
-    """Return pictures of the first few rows with a pipeline, and of Megatron's 1F1B to compare."""
+    """Return pictures of the first few rows with a pipeline, and of Megatron's 1F1B to compare.
+
+    There are none of token slices.
+    """
     rows = [(place, plan.ranked[index]) for place, index in table.places(plan)]
-    with_pipeline = [(place, row) for place, row in rows if row.schedule is not None]
+    whole = [(place, row) for place, row in rows if row.slicing is None]
+    with_pipeline = [(place, row) for place, row in whole if row.schedule is not None]
     return [
         _picture(row, place)
         for number, (place, row) in enumerate(with_pipeline)
@@ -316,7 +320,8 @@ def _explorer(plan: Plan) -> dict[str, Any]:
 
     The other rows of the same sizes and costs follow.
     """
-    with_pipeline = [(r.costs, r.timeline) for r in plan.ranked if r.costs and r.timeline]
+    whole = [row for row in plan.ranked if row.slicing is None]
+    with_pipeline = [(r.costs, r.timeline) for r in whole if r.costs and r.timeline]
     if not with_pipeline:
         shown = schedules.build("1f1b", pipeline_size=4, num_microbatches=8)
         equal = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)

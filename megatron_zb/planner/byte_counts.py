@@ -18,9 +18,9 @@ from megatron_zb.planner.operators import (
     joining_weights,
     operators_of,
     predicted_layers,
+    recomputed,
     weights_of,
 )
-from megatron_zb.planner.recomputation import recomputed
 from megatron_zb.planner.work import Workload
 
 # Bytes of each weight: 16-bit weight, 32-bit gradient, and Adam's 32-bit weight and two moments.
@@ -41,6 +41,11 @@ class ActivationBytes:
             self.activation + other.activation,
             self.for_weight + other.for_weight,
             max(self.in_backward, other.in_backward),
+        )
+
+    def __mul__(self, share: float) -> ActivationBytes:
+        return ActivationBytes(
+            self.activation * share, self.for_weight * share, self.in_backward * share
         )
 
 
@@ -78,9 +83,10 @@ def layer_held(load: Workload, index: int) -> ActivationBytes:
         needed /= 2
     for_weight = 0.0 if load.frozen else needed * share
     if load.strategy.recompute == "full":
-        return ActivationBytes(
-            2 * load.model.hidden_size * load.kept_tokens, for_weight, everything * share
-        )
+        kept = 2 * load.model.hidden_size * load.kept_tokens
+        if load.strategy.slices > 1 and model.attends(index):  # slices behind it read them
+            kept += keys_and_values(load)
+        return ActivationBytes(kept, for_weight, everything * share)
     dropped = _dropped(load, index, scores)
     if dropped:
         return ActivationBytes(everything * share - dropped, for_weight, dropped)
@@ -129,9 +135,18 @@ def embedding_held(load: Workload) -> ActivationBytes:
     return ActivationBytes(size) if load.model.dropout else ActivationBytes()
 
 
+def keys_and_values(load: Workload) -> float:
+    """Count the bytes of the keys and values of a microbatch in one layer."""
+    return 2 * load.tokens * load.model.attention.kept / load.strategy.tensor
+
+
 def logits(load: Workload) -> float:
-    """Count the bytes of 16-bit logits, 32-bit softmax and 32-bit gradient of one microbatch."""
-    return (2 + 4 + 4) * load.tokens * load.model.vocabulary / load.strategy.tensor
+    """Count the bytes of 16-bit logits, 32-bit softmax and 32-bit gradient at a time.
+
+    They are of one microbatch, or of one slice.
+    """
+    tokens = load.largest_slice * load.tokens
+    return (2 + 4 + 4) * tokens * load.model.vocabulary / load.strategy.tensor
 
 
 def message_buffers(load: Workload, chunks: int) -> float:

@@ -12,6 +12,7 @@ from functools import cached_property
 from megatron_zb import schedules
 from megatron_zb.planner.byte_counts import ActivationBytes
 from megatron_zb.planner.operators import model_flops
+from megatron_zb.planner.slices import unrolled
 from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.planner.step import by_timeline
 from megatron_zb.planner.strategy import MEGATRON_OWN, ScheduleCandidate
@@ -20,6 +21,7 @@ from megatron_zb.schedules import Costs, Pass, PassKind, Schedule, catalog, lowe
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.simulator import Timeline
+from megatron_zb.schedules.slices import Slicing, costs_of, slicing_of
 from megatron_zb.schedules.waiting_kernels import waiting_kernels
 
 # --- a row of the plan: a schedule by its name in the table, and as it runs
@@ -81,11 +83,16 @@ class PlanRow:
         return 0.0 if self.schedule is None else _share(self.schedule, self.schedule.moved)
 
     @property
+    def slicing(self) -> Slicing | None:
+        """Token slices of every microbatch, None for whole ones."""
+        return None if self.schedule is None else slicing_of(self.schedule)
+
+    @property
     def name(self) -> str:
         """Name in tables, with the chunks; for ``auto``, with what it runs."""
         named = self.candidate
-        if named == "auto":
-            named = "auto: searched" if self.family == "auto" else f"auto: {self.family}"
+        if named.split()[0] == "auto":
+            named += ": searched" if self.family == "auto" else f": {self.family}"
         return named if self.chunks is None else f"{named} ×{self.chunks}"
 
 
@@ -128,7 +135,10 @@ def worst_rank(staged: StageWorkload, schedule: Schedule, *, snapshot: bool) -> 
     """
     ranks = range(staged.placement.pipeline_size)
     kept = staged.load.message() if staged.drops else 0.0
-    peaks = [peak_of(schedule.ranks[r], staged.held, kept) for r in ranks]
+    passes: Sequence[Sequence[Pass]] = schedule.ranks
+    if (slicing := staged.slicing) is not None:
+        passes = [[*unrolled(rank, slicing)] for rank in passes]
+    peaks = [peak_of(passes[r], staged.held_by_slices, kept) for r in ranks]
     return max(
         (_of_rank(staged, r, *peaks[r], snapshot=snapshot) for r in ranks), key=lambda m: m.total
     )
@@ -152,7 +162,7 @@ def _of_rank(
         weights=states.weights,
         gradients=states.gradients,
         optimizer=states.optimizer,
-        activations=activations,
+        activations=activations + staged.prefix(rank),
         weight_queue=queue,
         logits=staged.logits(rank),
         messages=staged.messages(rank),
@@ -314,7 +324,7 @@ class Ordered:
         if self.schedule is None:
             post_validation = False
         else:
-            timeline = schedules.simulate(self.schedule, self.costs)
+            timeline = self._simulated(self.schedule)
             seconds = max(self._seconds(timeline), m * staged.link_seconds)
             bubble = 1 - m * _busy(staged, timeline) / seconds
         return Prediction(
@@ -347,12 +357,16 @@ class Ordered:
         """
         back_to_back, m = self.iteration.post_validation, self.iteration.num_microbatches
         seconds = timeline.seconds(back_to_back=back_to_back)
-        more, p = timeline.schedule.num_microbatches, self.staged.placement.pipeline_size
+        more = timeline.schedule.rules.whole_microbatches(timeline.schedule)
         if more == m:
             return seconds
-        shorter = schedules.simulate(self.build(self.costs, more - p), self.costs)
-        each = (seconds - shorter.seconds(back_to_back=back_to_back)) / p
+        few = _filling(self.staged)
+        shorter = self._simulated(self.build(self.costs, more - few))
+        each = (seconds - shorter.seconds(back_to_back=back_to_back)) / few
         return seconds + (m - more) * max(each, _least(self.costs, self.staged.placement))
+
+    def _simulated(self, schedule: Schedule) -> Timeline:
+        return schedules.simulate(schedule, costs_of(schedule, self.costs))
 
 
 def ordered(
@@ -374,7 +388,7 @@ def ordered(
     Raises:
         UsageError: the schedule cannot be built within the memory.
     """
-    costs = staged.costs(blocking=candidate.blocking)
+    costs, slicing = staged.costs(blocking=candidate.blocking), staged.slicing
 
     def by_name(costs: Costs, num_microbatches: int) -> Schedule:
         return schedules.build(
@@ -384,14 +398,20 @@ def ordered(
             costs=costs,
             chunks=chunks,
             back_to_back=iteration.back_to_back and iteration.post_validation,
+            slices=slicing or 1,
         )
 
     build, schedule = build or by_name, None
-    p, m = staged.placement.pipeline_size, iteration.num_microbatches
-    if p > 1:
-        is_small = 3 * m * staged.placement.num_stages <= _MOST_PASSES or m <= 4 * p
-        schedule = build(costs, m if is_small else 4 * p)
+    m, few = iteration.num_microbatches, _filling(staged)
+    if staged.placement.pipeline_size > 1:
+        passes = 3 * m * staged.load.strategy.slices * staged.placement.num_stages
+        schedule = build(costs, m if passes <= _MOST_PASSES or m <= 4 * few else 4 * few)
     return Ordered(staged, candidate, iteration, chunks, schedule, costs, build)
+
+
+def _filling(staged: StageWorkload) -> int:
+    """Return the least microbatches of whose units each rank can run one at a time."""
+    return -(-staged.placement.pipeline_size // staged.load.strategy.slices)
 
 
 def predict(

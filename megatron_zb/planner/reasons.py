@@ -31,11 +31,16 @@ def reason(plan: Plan, index: int) -> str:
 
 def is_named_too(plan: Plan, row: Prediction) -> bool:
     """Return whether a row of ``auto`` is the run of a named schedule's row, with all its flags."""
-    return row.candidate == AUTO and any(
-        other.candidate == row.family
+    return row.candidate.split()[0] == AUTO and any(
+        other.candidate == named_as(row)
         and (other.load, other.layout, other.schedule) == (row.load, row.layout, row.schedule)
         for other in plan.ranked
     )
+
+
+def named_as(row: Prediction) -> str:
+    """Return the name of the schedule that a row of ``auto`` runs."""
+    return row.family if row.slicing is None else f"{row.family} sliced"
 
 
 def margin(plan: Plan) -> str:
@@ -84,6 +89,8 @@ def recommendation(plan: Plan) -> str:
 def _said(row: Prediction) -> str:
     if row.overlaps_exchange:
         return f"{row.family} with --overlap-moe-expert-parallel-comm"
+    if row.slicing is not None:
+        return f"{row.family} with --pipeline-slices {row.slicing}"
     return f"{row.family} with --pipeline-vocabulary on" if row.cuts_vocabulary else row.family
 
 

@@ -332,6 +332,7 @@ def searched_by_auto(
             placement=staged.placement,
             back_to_back=job.back_to_back and job.post_validation,
             quick=True,
+            slices=staged.slicing or 1,
         )
 
     chunks = staged.placement.chunks
@@ -442,7 +443,8 @@ class _CountedSearch(PlanSearch):
 
         One does where it is ahead of every row that was asked for by more than predictions are off.
         """
-        reached = [row.tokens_per_gpu for name, row in self.best.items() if name in self.asked]
+        whole = {name: row for name, row in self.best.items() if row.slicing is None}
+        reached = [row.tokens_per_gpu for name, row in whole.items() if name in self.asked]
         floor = max(reached, default=0.0) * (1 + WORTH_A_CHANGE)
         able = [candidate for candidate in named if not candidate.overlaps_exchange]
         for found in self._variants(able, floor, cuts_vocabulary=True):
@@ -480,7 +482,7 @@ class _CountedSearch(PlanSearch):
     def take_the_best(self, candidate: ScheduleCandidate) -> None:
         best = self._best_of_the_others(candidate)
         searched = partial(self.looking.searched, candidate)
-        promising = self._promising()[:_SEARCHES]
+        promising = self._promising(candidate)[:_SEARCHES]
         if best is not None:
             enough = best.tokens_per_gpu * _WORTH_A_SEARCH
             promising = [entry for entry in promising if entry[0] >= enough]
@@ -490,7 +492,10 @@ class _CountedSearch(PlanSearch):
                 break
             self.simulated += 1
             best = _fastest(filter(None, (best, next(found))))
-        settings = self._promising_with_states(best)
+        if candidate.is_sliced:
+            self._enter(candidate.name, best, None, bool(self.tried))
+            return
+        settings = self._promising_with_states(candidate, best)
         fitting = [row for row in self.each(searched, settings) if row is not None]
         self.simulated += len(settings)
         known = [best, *(row for row in fitting if not (row.dropped or row.moved))]
@@ -502,11 +507,11 @@ class _CountedSearch(PlanSearch):
         self._enter(candidate.name, best, None, bool(self.tried))
 
     def _promising_with_states(
-        self, best: Prediction | None
+        self, candidate: ScheduleCandidate, best: Prediction | None
     ) -> list[tuple[float, StageWorkload, int]]:
         """Return the most promising settings for recomputation or offload."""
         job, found = self.job, []
-        for _, kept, m in self._promising() if job.drops or job.moves else ():
+        for _, kept, m in self._promising(candidate) if job.drops or job.moves else ():
             drops = job.drops and kept.load.strategy.recompute != "full"  # it drops them already
             staged = replace(kept, drops=drops, moves=job.moves)
             if (drops or job.moves) and staged.placement.num_stages * m <= _FORWARDS_WITH_STATES:
@@ -529,6 +534,8 @@ class _CountedSearch(PlanSearch):
             if tried.staged.overlaps_exchange:
                 continue  # the searches for pairs are those of the named schedules
             of = tried.setting.candidate
+            if of.is_sliced is not candidate.is_sliced:
+                continue
             if not of.blocking:
                 found.append(tried.prediction)
             elif self.best[of.name] is tried.prediction:
@@ -537,8 +544,11 @@ class _CountedSearch(PlanSearch):
         best = _fastest([*found, *own])
         return None if best is None else replace(best, candidate=candidate.name)
 
-    def _promising(self) -> list[tuple[float, StageWorkload, int]]:
-        """Return every setting once, with a bound on its tokens per second and GPU, best first."""
+    def _promising(self, candidate: ScheduleCandidate) -> list[tuple[float, StageWorkload, int]]:
+        """Return every setting once, with a bound on its tokens per second and GPU, best first.
+
+        Settings with slices are those of ``candidate`` with slices.
+        """
         seen: dict[
             tuple[Strategy, Placement, tuple[int, ...]], tuple[float, StageWorkload, int]
         ] = {}
@@ -547,6 +557,8 @@ class _CountedSearch(PlanSearch):
             key = (staged.load.strategy, staged.placement, staged.layout)
             if staged.cuts_vocabulary or staged.overlaps_exchange:
                 continue  # the search for an order with shards is that of the named schedules
+            if tried.setting.candidate.is_sliced is not candidate.is_sliced:
+                continue
             if staged.placement.pipeline_size > 1 and key not in seen:
                 rate = self.job.optimistic(staged, tried.setting.m)
                 seen[key] = (rate, staged, tried.setting.m)

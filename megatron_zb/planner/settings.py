@@ -16,12 +16,12 @@ from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import ActivationBytes, StateBytes
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.model import ModelConfig
+from megatron_zb.planner.operators import modules_of
 from megatron_zb.planner.prediction import IterationSettings
-from megatron_zb.planner.recomputation import modules_of
+from megatron_zb.planner.slices import are_long, prefix, why_not_sliced
 from megatron_zb.planner.stages import StageWorkload, average_layer, worth_a_simulation
 from megatron_zb.planner.step import at_least, by_formula
 from megatron_zb.planner.strategy import (
-    NO_PIPELINE,
     Choices,
     ScheduleCandidate,
     Strategy,
@@ -33,6 +33,7 @@ from megatron_zb.planner.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, catalog
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.sliced_families import sliced_bound
 
 # --- estimates by formula
 
@@ -128,6 +129,7 @@ def estimated_seconds(
     if p == 1:
         return m * split.rank.total + by_formula(split.load, split.states, split.rank)
     placement = candidate.placement(p, chunks)
+    n = split.load.strategy.slices
     work, hop, v = split.rank_with(placement), split.load.hop(False), placement.chunks
     stages = split.of_stages(placement)
     if candidate.blocking:
@@ -135,7 +137,8 @@ def estimated_seconds(
     family = catalog.family(candidate.family)
     steady = m * max(work.total, family.interval(stages))
     step = by_formula(split.load, split.states, work)
-    return steady + family.bubble(p, stages, v) + 2 * (p - 1) * hop + step
+    bubble = family.bubble(p, stages, v) * split.load.slowest_slice
+    return steady + bubble + 2 * (p - 1) * hop / n + step
 
 
 def estimated_memory(
@@ -143,8 +146,11 @@ def estimated_memory(
 ) -> float:
     """Estimate the bytes of the first rank, by the peak that the catalog promises."""
     p = split.load.strategy.pipeline
-    peak = min(m, _peak(candidate, p, m, chunks) + split.cuts_vocabulary)
+    n = split.load.strategy.slices
+    peak = (_peak(candidate, p, m * n, chunks) + n - 1) / n  # all slices are held before B
+    peak = min(m, peak + split.cuts_vocabulary)
     fixed = split.states.total + split.load.device.reserved_bytes
+    fixed += prefix(split.load, split.load.model.layers // p)
     return fixed + peak * split.held.activation
 
 
@@ -213,19 +219,39 @@ class PlanJob:
             )
         return why_not_cut(self.model, post_validation=self.post_validation)
 
+    @property
+    def has_slices(self) -> bool:
+        """Whether microbatches may be cut into token slices."""
+        return max(self.choices.slices) > 1
+
+    def check_slices(self) -> None:
+        """Refuse token slices where no run of the model has them.
+
+        Raises:
+            UsageError: names the reason.
+        """
+        why = why_not_sliced(
+            self.model, post_validation=self.post_validation, vocabulary=self.vocabulary
+        )
+        if self.has_slices and why is not None:
+            raise UsageError(f"--slices: microbatches cannot be cut, because {why}: leave it out")
+
     def of_single_samples(self, tokens: int) -> PlanJob:
         """Return the job with microbatches of one sample of so many tokens."""
         return replace(self, sequence=tokens, choices=replace(self.choices, microbatch=(1,)))
 
     def optimistic(self, staged: StageWorkload, m: int) -> float:
         """Return the tokens per second and GPU that no order of passes exceeds in a setting."""
-        costs = staged.costs(blocking=False)
-        table = costs.for_placement(staged.placement)
+        costs, slicing = staged.costs(blocking=False), staged.slicing
         left = [self.memory - fixed for fixed in costs.fixed]
         if min(left) <= 0:
             return 0.0
-        bound = period_bound if self.post_validation else lower_bound
-        seconds = bound(staged.placement, m, table, left)
+        if slicing is None:
+            bound = period_bound if self.post_validation else lower_bound
+            seconds = bound(staged.placement, m, costs.for_placement(staged.placement), left)
+        else:
+            table = slicing.costs(costs, m).for_placement(staged.placement)
+            seconds = sliced_bound(staged.placement, table, left, slicing.slices, joined=False)
         seconds += at_least(staged, post_validation=self.post_validation)
         strategy = staged.load.strategy
         gpus = strategy.tensor * strategy.pipeline * strategy.data
@@ -238,10 +264,10 @@ class PlanJob:
         may do; None where nothing is left.
         """
         ranks = range(staged.placement.pipeline_size)
-        in_backward = max(held.in_backward for held in staged.held)
+        in_backward = max(held.in_backward for held in staged.held_by_slices)
         snapshots = [staged.states[r].optimizer if self.snapshot else 0.0 for r in ranks]
         left = min(self.memory - costs.fixed[r] - snapshots[r] - in_backward for r in ranks)
-        steps = 1000 if staged.drops or staged.moves else 100
+        steps = 1000 if staged.drops or staged.moves or staged.slicing else 100
         limit = math.floor(steps * left / costs.one_f_one_b_peak()) / steps
         return min(limit, _MOST_FRACTION) if limit > 0 else None
 
@@ -287,14 +313,24 @@ class CountedSettings:
         Raises:
             UsageError: the sizes cannot be divided.
         """
+        job.check_slices()
         sizes = job.model, job.device, job.gpus, job.global_batch, job.choices
-        found = [
-            EvenSplit(Workload(job.model, job.device, strategy, job.sequence, job.frozen))
+        loads = (
+            Workload(job.model, job.device, strategy, job.sequence, job.frozen)
             for strategy in strategies(*sizes, job.sequence)
-        ]
+        )
+        found = [EvenSplit(load) for load in loads if are_long(load, job.choices.slice_tokens)]
         if not found:
             raise UsageError(said_of_none(*sizes))
+        if job.has_slices and all(s.load.strategy.slices == 1 for s in found):
+            raise UsageError(
+                f"--slices {','.join(map(str, job.choices.slices))}: no sample of {job.sequence} "
+                "tokens can be cut: slices need a pipeline, --context 1, --precision bf16, and "
+                f"{job.choices.slice_tokens} tokens on every tensor-parallel rank: give fewer, or "
+                "--slice-tokens"
+            )
         shared = [s.load for s in found if can_be_shared(job.model, s.load.strategy)]
+        shared = [load for load in shared if load.strategy.slices == 1]
         cut = [] if job.vocabulary == "off" or job.why_not_cut else shared
         return cls(job, found, [EvenSplit(load, cuts_vocabulary=True) for load in cut])
 
@@ -312,7 +348,7 @@ class CountedSettings:
     def _of_split(self, split: EvenSplit, candidate: ScheduleCandidate) -> Iterator[CountedSetting]:
         load, strategy = split.load, split.load.strategy
         m = strategy.num_microbatches(self.job.global_batch)
-        if (strategy.pipeline == 1) != (candidate.name == NO_PIPELINE):
+        if not candidate.takes(strategy):
             return
         if strategy.pipeline == 1:
             seconds = estimated_seconds(split, candidate, m, None)

@@ -9,6 +9,7 @@ from functools import cached_property
 from megatron_zb.measured.fit import CostModel, Variant
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import ActivationBytes, StateBytes
+from megatron_zb.planner.slices import held_by, prefix
 from megatron_zb.planner.strategy import ScheduleCandidate
 from megatron_zb.planner.vocabulary import CONNECTION, CountedShard, more_connections
 from megatron_zb.planner.work import PassSeconds, Workload
@@ -16,6 +17,7 @@ from megatron_zb.schedules import Costs, layout
 from megatron_zb.schedules.costs import PAIR_LOSS
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.slices import Slicing
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,21 @@ class StageWorkload:
             return tuple(out)
         out[-1] += self.shard.last_norm_held + byte_counts.prediction_held(self.load)
         return (*out, *[self.shard.held] * self.placement.pipeline_size)
+
+    @property
+    def slicing(self) -> Slicing | None:
+        """Token slices of every microbatch, None for whole ones."""
+        return self.load.slicing
+
+    @cached_property
+    def held_by_slices(self) -> list[ActivationBytes]:
+        """Bytes of each slice of a microbatch on each stage; of whole ones, :attr:`held`."""
+        return [*self.held] if self.slicing is None else held_by(self.held, self.slicing)
+
+    def prefix(self, rank: int) -> float:
+        """Return the bytes of prefixes on a rank, beside activations."""
+        layers = [i for s in self.placement.stages_of[rank] for i in self.layers_of[s]]
+        return prefix(self.load, sum(map(self.load.model.attends, layers)))
 
     @cached_property
     def states(self) -> tuple[StateBytes, ...]:
@@ -247,6 +264,7 @@ class StageWorkload:
             self.states[rank].total
             + self.logits(rank)
             + self.messages(rank)
+            + self.prefix(rank)
             + self.load.device.reserved_bytes
         )
 
@@ -258,7 +276,7 @@ class StageWorkload:
         return buffers + more_connections(self.placement, rank) * CONNECTION
 
     def logits(self, rank: int) -> float:
-        """Return the bytes of logits, and of their parts, that a rank has for one microbatch.
+        """Return the bytes of logits, and of their parts, that a rank has at a time.
 
         A whole output layer has them only on the last stage's rank.
         """

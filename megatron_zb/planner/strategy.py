@@ -16,10 +16,11 @@ from megatron_zb.parsing import flag_of
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.mixers import MAMBA
 from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.recomputation import RECOMPUTE
+from megatron_zb.planner.operators import RECOMPUTE
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.layout import Layers, Layout, spread
 from megatron_zb.schedules.placement import Placement, v_shape
+from megatron_zb.schedules.sliced_families import SLICED
 
 # --- strategies
 
@@ -27,6 +28,14 @@ from megatron_zb.schedules.placement import Placement, v_shape
 _MICROBATCHES = (1, 2, 3, 4, 6, 8)
 _CONTEXTS = (2, 4, 8, 16, 32)
 _LONG = 8192  # tokens of a sample above which it is cut without being asked
+SLICE_STEP = 16  # tokens on a tensor-parallel rank, in multiples of which slices differ
+LEAST_TOKENS = 1024
+"""Least tokens of a slice on a tensor-parallel rank.
+
+A product has as many rows as a slice has tokens, and its columns are divided among the ranks. Of
+shorter slices, narrow products, such as that for keys and values, leave multiprocessors idle, which
+the rates of a device, of whole microbatches, do not show.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,8 @@ class Strategy:
     ``context`` times ``data`` ranks of a pipeline rank, as in Megatron's parallel folding.
     ``overlap`` is for the reduction of gradients and the gathering of weights. Without
     ``sequence_parallel``, every tensor-parallel rank works on norms and residuals of all tokens.
-    ``recompute`` is none, selective, full, or modules joined by a plus sign.
+    ``recompute`` is none, selective, full, or modules joined by a plus sign. ``slices`` is the
+    number of token slices of a microbatch, equally long, or as long in time with ``by_time``.
     """
 
     tensor: int
@@ -51,6 +61,8 @@ class Strategy:
     precision: str = "bf16"
     overlap: bool = True
     sequence_parallel: bool = True
+    slices: int = 1
+    by_time: bool = False
 
     @property
     def model_ranks(self) -> int:
@@ -79,12 +91,17 @@ class Strategy:
         said = f"{size} b={self.microbatch}"
         if self.precision != "bf16":
             said += f" {self.precision}"
+        said += f" n={self.slices}" if self.slices > 1 else ""
+        said += " by time" if self.by_time else ""
         return said if self.recompute == "none" else f"{said} recompute {self.recompute}"
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices that the user allows; None is everything that fits."""
+    """Choices that the user allows; None is everything that fits.
+
+    ``slices`` of a microbatch have ``slice_tokens`` tokens at least on a tensor-parallel rank.
+    """
 
     tensor: tuple[int, ...] | None = None
     pipeline: tuple[int, ...] | None = None
@@ -96,6 +113,8 @@ class Choices:
     precision: str = "bf16"
     overlap: bool = True
     sequence_parallel: bool = True
+    slices: tuple[int, ...] = (1,)
+    slice_tokens: int = LEAST_TOKENS
 
 
 def strategies(
@@ -131,7 +150,24 @@ def strategies(
                     overlap=choices.overlap,
                     sequence_parallel=choices.sequence_parallel,
                 )
-                yield from _with_experts(model, device, shape, global_batch, choices)
+                for whole in _with_experts(model, device, shape, global_batch, choices):
+                    yield whole
+                    yield from _sliced(sequence, whole, choices)
+
+
+def _sliced(sequence: int, whole: Strategy, choices: Choices) -> Iterator[Strategy]:
+    """Yield a strategy with slices, if it has a pipeline and samples that nothing else cuts.
+
+    The usual scales of fp8 follow whole microbatches.
+    """
+    if whole.pipeline == 1 or whole.context > 1 or whole.precision != "bf16":
+        return
+    for slices in choices.slices:
+        length, rest = divmod(sequence, slices * whole.tensor)
+        if slices > 1 and not rest and length >= choices.slice_tokens:
+            yield replace(whole, slices=slices)
+            if sequence % (SLICE_STEP * whole.tensor) == 0 and length >= 4 * SLICE_STEP:
+                yield replace(whole, slices=slices, by_time=True)
 
 
 def _with_experts(
@@ -289,7 +325,17 @@ MEGATRON_1F1B = "Megatron 1F1B"
 MEGATRON_INTERLEAVED = "Megatron interleaved"
 MEGATRON_OVERLAP = "Megatron interleaved, overlap"
 NO_PIPELINE = "no pipeline"
-MEGATRON_OWN = (MEGATRON_1F1B, MEGATRON_INTERLEAVED, MEGATRON_OVERLAP, NO_PIPELINE)
+# Beside slices: only strategies with this and not the other.
+MEGATRON_CONTEXT = "Megatron 1F1B, context parallel"
+MEGATRON_FULL = "Megatron 1F1B, full recompute"
+MEGATRON_OWN = (
+    MEGATRON_1F1B,
+    MEGATRON_INTERLEAVED,
+    MEGATRON_OVERLAP,
+    NO_PIPELINE,
+    MEGATRON_CONTEXT,
+    MEGATRON_FULL,
+)
 
 # Left out unless they are asked for: no user's choice at the sizes of a real job.
 _SELDOM = ("gpipe", "zb-h2", "1f1b", "interleaved")
@@ -307,6 +353,17 @@ class ScheduleCandidate(Variant):
     family: str
     takes_chunks: bool = False
     megatron: bool = False
+    is_sliced: bool = False
+
+    def takes(self, strategy: Strategy) -> bool:
+        """Return whether it runs under a strategy."""
+        if (strategy.pipeline == 1) != (self.name == NO_PIPELINE):
+            return False
+        if (strategy.slices > 1) is not self.is_sliced:
+            return False
+        remedies = strategy.context > 1, strategy.recompute == "full"
+        wanted = {MEGATRON_CONTEXT: (True, False), MEGATRON_FULL: (False, True)}
+        return wanted.get(self.name, remedies) == remedies
 
     def chunk_counts(self, layers: int, pipeline: int) -> Iterator[int | None]:
         """Yield the numbers of chunks per rank that the layers allow; None if it has no choice."""
@@ -376,13 +433,13 @@ def candidates_of(names: Sequence[str] | None, *, overlap: bool = True) -> list[
     ]
     usual = [name for name in schedules.names() if name not in _SELDOM]
     chosen = dict.fromkeys(catalog.family(name).name for name in names or usual)
-    families = [catalog.family(name) for name in chosen]
-    return own + [
-        ScheduleCandidate(
-            family.name, family.name, family.takes_chunks and family.placement is not None
-        )
-        for family in families
-    ]
+    return [*own, *map(_of_family, chosen)]
+
+
+def _of_family(name: str) -> ScheduleCandidate:
+    family = catalog.family(name)
+    chunks = family.takes_chunks and family.placement is not None
+    return ScheduleCandidate(family.name, family.name, chunks)
 
 
 def of_overlap() -> ScheduleCandidate:
@@ -392,12 +449,24 @@ def of_overlap() -> ScheduleCandidate:
     )
 
 
+def sliced(whole: Sequence[ScheduleCandidate], *, named: bool) -> list[ScheduleCandidate]:
+    """Return schedules on token slices; unless they are ``named``, also 1F1B and interleaved."""
+    more = [] if named else [*map(_of_family, ("1f1b", "interleaved"))]
+    return [
+        replace(candidate, name=f"{candidate.name} sliced", is_sliced=True)
+        for candidate in (*more, *whole)
+        if candidate.family in SLICED and not candidate.megatron
+    ]
+
+
 def with_those_of_auto(chosen: Sequence[ScheduleCandidate]) -> list[ScheduleCandidate]:
     """Return the chosen ones; with ``auto`` also the usual ones, of which it takes the best."""
-    if not any(candidate.takes_the_best for candidate in chosen):
-        return list(chosen)
     others = [candidate for candidate in candidates_of(None) if not candidate.megatron]
-    return list(dict.fromkeys([*chosen, *others]))
+    found = list(chosen)
+    for candidate in chosen:
+        if candidate.takes_the_best:
+            found += sliced(others, named=False) if candidate.is_sliced else others
+    return list(dict.fromkeys(found))
 
 
 def names_in(text: str) -> tuple[str, ...]:

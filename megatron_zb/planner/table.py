@@ -10,18 +10,19 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_zb.parsing import GIB, gib
+from megatron_zb.planner.operators import modules_of
 from megatron_zb.planner.prediction import PlanRow, Prediction, RankMemory, overheads
 from megatron_zb.planner.reasons import (
     activation_states,
     gain_of_cut,
     is_named_too,
     margin,
+    named_as,
     reason,
     recommendation,
     recommended,
     vocabulary,
 )
-from megatron_zb.planner.recomputation import modules_of
 from megatron_zb.planner.search import Plan
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.schedules import layout
@@ -110,6 +111,8 @@ def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -
         multi_token: layers of multi-token prediction.
     """
     out = [] if row.megatron else [f"--pipeline-schedule {row.family}"]
+    if row.slicing is not None:
+        out.append(f"--pipeline-slices {row.slicing}")
     if row.cuts_vocabulary:
         out.append("--pipeline-vocabulary on")
     if row.dropped:
@@ -225,11 +228,18 @@ def places(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _shown(plan: Plan, top: int) -> list[tuple[int, int]]:
-    """Return the places and indices of the first rows, and of Megatron's own wherever they rank."""
+    """Return the places and indices of the first rows.
+
+    Megatron's own stand in the table wherever they rank, and so does the first of whole ones, and
+    of those with slices.
+    """
+    rows = places(plan)
+    of_whole = [plan.ranked[index].slicing is None for _, index in rows]
+    firsts = {of_whole.index(whole) for whole in set(of_whole)}
     return [
         (place, index)
-        for place, index in places(plan)
-        if place <= top or plan.ranked[index].candidate.startswith("Megatron")
+        for at, (place, index) in enumerate(rows)
+        if place <= top or plan.ranked[index].candidate.startswith("Megatron") or at in firsts
     ]
 
 
@@ -282,7 +292,7 @@ def _memory(plan: Plan, shown: list[tuple[int, int]]) -> Table:
 def name_in(plan: Plan, row: Prediction) -> str:
     """Return the name of a row, marked where ``auto`` is the same run."""
     is_auto = any(
-        is_named_too(plan, other) and other.family == row.candidate for other in plan.ranked
+        is_named_too(plan, other) and named_as(other) == row.candidate for other in plan.ranked
     )
     return f"{row.name} (auto)" if is_auto else row.name
 
@@ -329,6 +339,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "num_microbatches": row.num_microbatches,
         "recompute": strategy.recompute,
         "layout": layout.text(layout.lettered(row.layout)),
+        **_slices(row, asked=plan.job.has_slices),
         "vocabulary": "on" if row.cuts_vocabulary else "off",
         "gain_of_cut": gain_of_cut(plan, row),
         "overlaps_exchange": row.overlaps_exchange,
@@ -345,6 +356,12 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "flags": flags(row, plan.job.global_batch),
         "reason": reason(plan, index),
     }
+
+
+def _slices(row: Prediction, *, asked: bool) -> dict[str, Any]:
+    """Return the number of slices and their tokens, where slices were asked for."""
+    lengths = None if row.slicing is None else row.slicing.lengths
+    return {"slices": row.load.strategy.slices, "slice_tokens": lengths} if asked else {}
 
 
 # --- points of speed and memory, and the Pareto front ---------------------------------------------

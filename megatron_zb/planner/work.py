@@ -28,8 +28,9 @@ Counted from floating-point operations and bytes, on one tensor-parallel rank:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from megatron_zb.measured.usual_gpu import LOGIT_IN_B, LOGIT_IN_F
 from megatron_zb.planner.device import DeviceConfig, Rate
@@ -39,9 +40,11 @@ from megatron_zb.planner.operators import (
     attention_flops,
     operators_of,
     predicted_layers,
+    recomputed,
 )
-from megatron_zb.planner.recomputation import recomputed
-from megatron_zb.planner.strategy import Strategy
+from megatron_zb.planner.strategy import SLICE_STEP, Strategy
+from megatron_zb.schedules import Costs
+from megatron_zb.schedules.slices import Slicing
 
 # A random number of dropout costs as much time as this many bytes of traffic. An assumption.
 _RANDOM = 6
@@ -55,6 +58,11 @@ _PRODUCTS = 2  # of each part: into attention and out of it, into the MLP and ou
 _SCAN = (7, 16)
 _AGAIN = 2.5  # B of kernels that compute their F again, in F's
 _LOSS = (7, 4)
+
+# Bytes of a key's or value's element with slices: copied into a buffer in F. In B, for all up to
+# the slice: read in 16 bits and written in 32, added to what later slices left.
+_COPIED, _ADDED = 4, 2 + 4 + 3 * 4
+_SUMMED = 2 * 4  # of a weight's gradient, read and written
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,7 @@ class Workload:
     def _layer(self, index: int) -> PassSeconds:
         operators, attends = operators_of(self.model, index), self.model.attends(index)
         scores = self._scores() + self._context_parallel() if attends else PassSeconds()
+        scores += self._prefix() if attends else PassSeconds()
         rest = self._products(operators) + self._traffic(operators) + self._messages(index)
         rest += self._scan(index)
         if self.strategy.recompute == "full":
@@ -130,6 +139,77 @@ class Workload:
         else:
             again = self._again(index, scores.forward)
         return scores + rest + PassSeconds(backward=again)
+
+    @cached_property
+    def slicing(self) -> Slicing | None:
+        """Token slices of every microbatch, their lengths in tokens; None for whole ones."""
+        slices, tokens = self.strategy.slices, self.sequence
+        if slices == 1:
+            return None
+        whole, grows = self._whole_and_scores
+        shares = grows.forward / whole.forward, grows.backward / whole.backward
+        given = Slicing((tokens / slices,) * slices, *shares, joins_weight=False)
+        if not self.strategy.by_time:
+            return given
+        costs = Costs.uniform(pipeline_size=1, p2p=0.0, **vars(whole))
+        exact = Slicing.of_equal_time(
+            slices, costs, attention=shares[0], attention_backward=shares[1]
+        )
+        step = SLICE_STEP * self.strategy.tensor
+        ends = [round(end * tokens / step) * step for end in accumulate(exact.lengths)]
+        return replace(given, lengths=tuple(float(b - a) for a, b in pairwise([0, *ends])))
+
+    @cached_property
+    def _whole_and_scores(self) -> tuple[PassSeconds, PassSeconds]:
+        """Seconds of a microbatch in the whole model, and those of :meth:`scores`."""
+        layers = self.model.alike(range(self.model.layers)).items()
+        ends = self.embedding() + self.output()
+        whole = sum((self.layer(one) * count for one, count in layers), ends)
+        return whole, sum((self.scores(one) * count for one, count in layers), PassSeconds())
+
+    @property
+    def largest_slice(self) -> float:
+        """Share of a microbatch's tokens that its longest slice has."""
+        return 1.0 if self.slicing is None else max(scale.tokens for scale in self.slicing.scales)
+
+    @property
+    def slowest_slice(self) -> float:
+        """Share of a microbatch's seconds that its slowest slice takes."""
+        if self.slicing is None:
+            return 1.0
+        work, _ = self._whole_and_scores
+        parts = (
+            it.forward * work.forward + it.backward * work.backward + it.tokens * work.weight
+            for it in self.slicing.scales
+        )
+        return max(parts) / work.total
+
+    def scores(self, index: int) -> PassSeconds:
+        """Return the seconds of one layer that grow with the tokens before a slice.
+
+        Scores are not stored; what is computed again is included.
+        """
+        if not self.model.attends(index):
+            return PassSeconds()
+        again = self.strategy.recompute == "full"
+        again |= recomputed(self.model, index, self.strategy.recompute).scores
+        seconds = self._all_scores()
+        backward = _AGAIN * seconds / 2 + (seconds / 2 if again else 0.0)
+        return PassSeconds(seconds / 2, backward + self._prefix().backward)
+
+    def _prefix(self) -> PassSeconds:
+        """Return the work of putting the keys and values of all slices of a microbatch together."""
+        slices, strategy = self.strategy.slices, self.strategy
+        if slices == 1:
+            return PassSeconds()
+        elements = self.tokens * self.model.attention.kept / strategy.tensor
+        added = _ADDED * elements * (slices + 1) / 2
+        return PassSeconds(self.moved(_COPIED * elements), self.moved(added))
+
+    def _added_by_slices(self, weights: float) -> PassSeconds:
+        """Return the work of reading and writing gradients of weights for W of every slice."""
+        more = self.strategy.slices - 1
+        return PassSeconds(0.0, 0.0, more * self.moved(_SUMMED * weights / self.strategy.tensor))
 
     def _again(self, index: int, scores: float) -> float:
         """Return the seconds of what selective recomputation computes again in one layer."""
@@ -181,17 +261,28 @@ class Workload:
         forward = self.moved(LOGIT_IN_F * logits + 4 * normed)
         backward = self.moved(LOGIT_IN_B * logits + 6 * normed)
         work = PassSeconds(product + forward, product + backward) + self._begun(*_LOSS)
-        return work if self.frozen else work + PassSeconds(0.0, 0.0, product) + self._begun(0, 0, 1)
+        if self.frozen:
+            return work
+        work += PassSeconds(0.0, 0.0, product) + self._begun(0, 0, 1)
+        return work + self._added_by_slices(self.model.vocabulary * self.model.hidden_size)
 
     def message(self) -> float:
-        """Return the bytes of one message between pipeline ranks, for each tensor rank."""
+        """Return the bytes of the largest message between pipeline ranks, for each tensor rank."""
+        return self.largest_slice * self._message()
+
+    def _message(self) -> float:
+        """Return the bytes of a microbatch between pipeline ranks, for each tensor rank."""
         return 2 * self.tokens * self.model.hidden_size / self.strategy.tensor
 
     def hop(self, in_node: bool, *, together: int = 1) -> float:
-        """Return the seconds of a message to another rank; those ``together`` share a latency."""
+        """Return the seconds of a microbatch's message, or those of all slices, to another rank.
+
+        Messages that travel ``together`` share a latency.
+        """
         links = self.device.messages
         link = links.in_node if in_node else links.between_nodes
-        return link.seconds(together * self.message()) / together
+        slices = self.strategy.slices
+        return slices * link.seconds(together * self._message() / slices) / together
 
     def moved(self, size: float) -> float:
         """Return the seconds in which kernels read and write so many bytes."""
@@ -199,11 +290,12 @@ class Workload:
 
     def launches(self, kernels: int) -> float:
         """Return the overhead of so many kernels."""
-        return kernels * self.device.kernels.seconds
+        return kernels * self.strategy.slices * self.device.kernels.seconds
 
     def _begun(self, forward: int, backward: int, weight: int = 0) -> PassSeconds:
         """Return the overhead of so many kernels in F, B and W."""
-        return PassSeconds(forward, backward, weight) * self.device.kernels.seconds
+        kernels = PassSeconds(forward, backward, weight) * self.strategy.slices
+        return kernels * self.device.kernels.seconds
 
     def _products(self, operators: Sequence[Operator]) -> PassSeconds:
         weights = sum(one.weights + one.visited for one in operators)
@@ -216,7 +308,8 @@ class Workload:
         work = PassSeconds(seconds, seconds) + self._begun(kernels, kernels)
         if self.frozen:
             return work
-        return work + PassSeconds(0.0, 0.0, seconds) + self._begun(0, 0, kernels)
+        work += PassSeconds(0.0, 0.0, seconds) + self._begun(0, 0, kernels)
+        return work + self._added_by_slices(weights)
 
     def _casts(self, operators: Sequence[Operator]) -> PassSeconds:
         """Return the work of casts to fp8: inputs in F, gradients of outputs in B.
@@ -242,11 +335,15 @@ class Workload:
         seconds = share * (flops + self.moved(mixer.scan_bytes))
         return PassSeconds(seconds, _AGAIN * seconds) + self._begun(*_SCAN)
 
+    def _all_scores(self) -> float:
+        """Return the seconds of the products with all scores in F, masked ones included."""
+        flops = attention_flops(self.model, self.tokens, self.sequence) / self.strategy.tensor
+        return flops / self.device.attention.reached
+
     def _scores(self) -> PassSeconds:
         """Return the work of products with the scores, and of the scores where they are stored."""
         model = self.model
-        flops = attention_flops(model, self.tokens, self.sequence) / self.strategy.tensor
-        seconds = flops / self.device.attention.reached
+        seconds = self._all_scores()
         if model.flash_attention:
             return PassSeconds(seconds / 2, _AGAIN * seconds / 2) + self._begun(*_SCORES_AGAIN)
         scores = self.tokens * self.sequence * model.attention_heads / self.strategy.tensor
@@ -297,7 +394,8 @@ class Workload:
         if ranks == 1:
             return 0.0
         size = 2 * self.tokens * self.model.hidden_size * (ranks - 1) / ranks
-        return self.device.collectives.in_node.seconds(size)
+        slices = self.strategy.slices
+        return slices * self.device.collectives.in_node.seconds(size / slices)
 
     def _expert_parallel(self, top_k: int) -> float:
         """Return the seconds of sending tokens to their experts and back.

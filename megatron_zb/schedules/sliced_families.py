@@ -90,13 +90,13 @@ _BLOCKS = {
     "v-half": (v_half_offsets, v_half_peak),
     "v-zb": (v_zb_offsets, lambda p: p),
 }
+SLICED = (*_FIXED, *_BLOCKS, "auto")
 
 
 def _check(name: str, request: Request) -> None:
     costs = request.costs
-    known = (*_FIXED, *_BLOCKS, "auto")
-    if name not in known:
-        raise UsageError(f"{name} has no slices: give one of {', '.join(known)}")
+    if name not in SLICED:
+        raise UsageError(f"{name} has no slices: give one of {', '.join(SLICED)}")
     unserved = {
         "communication in F and B": any(costs.forward_comm) or any(costs.backward_comm),
         "recomputation or offload": costs.has_states,

@@ -7,7 +7,7 @@ from small_models import load, small
 
 from megatron_zb.cli import main
 from megatron_zb.errors import UsageError
-from megatron_zb.planner import byte_counts, recomputation
+from megatron_zb.planner import byte_counts, operators
 from megatron_zb.planner.mixers import LatentAttention
 from megatron_zb.planner.model import Experts, ModelConfig
 
@@ -92,7 +92,7 @@ def test_scores_alone_are_what_selective_is() -> None:
 )
 def test_wrong_modules_are_refused(asked: str, said: str) -> None:
     with pytest.raises(UsageError, match=said.replace("+", r"\+")):
-        recomputation.check(small(), asked)
+        operators.check_recomputation(small(), asked)
 
 
 def test_a_plan_has_the_modules_among_its_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,8 @@ import pytest
 from megatron_zb.planner.device import read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.model_flags import mock_data_flags, model_flags
+from megatron_zb.planner.operators import RECOMPUTE
 from megatron_zb.planner.prediction import IterationSettings, predict
-from megatron_zb.planner.recomputation import RECOMPUTE
 from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Strategy, candidates_of
 from megatron_zb.planner.table import flags
