@@ -32,9 +32,7 @@ from megatron_zb_train.ranks import start_ranks, stop_ranks
 _LAYERS = "layers.json"
 
 
-def assemble(
-    folder: Path, library: LibraryFile, chosen: Sequence[Entry], destination: Path
-) -> str:
+def assemble(folder: Path, library: LibraryFile, chosen: Sequence[Entry], destination: Path) -> str:
     """Write the student of a choice, on this process and its CPU; return how to load it.
 
     Blocks of different shapes are described in DIR/layers.json.
@@ -54,18 +52,18 @@ def assemble(
     start_ranks(args, None, dist.HashStore(), Environment(0, 1, 0, "0"))
     place = Place.of_this_rank(Distribution.of([(len(shapes), 1)]))
     whole = open_stage_blocks(args, teacher, [[] for _ in shapes], place)
-    layers = zip(shapes, whole.layers, strict=True)
-    blocks = [
-        ChosenBlock(block, shape, own if shape.name == TEACHER else _read(args, folder, block, shape))
-        for block, (shape, own) in enumerate(layers)
-    ]
+    blocks = []
+    for block, (shape, layer) in enumerate(zip(shapes, whole.layers, strict=True)):
+        if shape.name != TEACHER:
+            layer = _read(args, folder, block, shape)
+        blocks.append(ChosenBlock(block, shape, layer))
     save_student(args, whole, blocks, 1)
     stop_ranks()
     if is_uniform(shapes):
         return f"the student is in {destination}: layers of one shape, as a GPTModel has"
     path = destination / _LAYERS
     replace(path, lambda new: new.write_text(described(args, shapes)))
-    return f"the student is in {destination}: load it with --heterogeneous-layers-config-path {path}"
+    return f"the student is in {destination}, for --heterogeneous-layers-config-path {path}"
 
 
 def _arguments(

@@ -240,9 +240,7 @@ def _as_file(shapes: Sequence[BlockShape], measured: Sequence[BlockTime]) -> dic
     }
 
 
-def _costs(
-    job: Job, left: Library, nodes: Sequence[Node], times: CandidateTimes
-) -> CandidateCosts:
+def _costs(job: Job, left: Library, nodes: Sequence[Node], times: CandidateTimes) -> CandidateCosts:
     """Return the costs of all nodes, of which finished candidates and those of later have none."""
     trained = [[s for s in node.shapes if s in left[node.block]] for node in nodes]
     taken = [[times.candidates[shape.name] for shape in shapes] for shapes in trained]

@@ -1,7 +1,7 @@
 """Choose a block of a library for every layer, under budgets: a mixed-integer program.
 
-Run as `python -m megatron_zb_distill.choice --library DIR --parameters 60% --save-student DIR`. As in
-Puzzle (arXiv 2411.19146), the sum of the candidates' scores stands for the student's quality.
+Run as `python -m megatron_zb_distill.choice --library DIR --parameters 60% --save-student DIR`. The
+sum of the candidates' scores stands for the student's quality, as in Puzzle (arXiv 2411.19146).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 from rich.console import Console
@@ -100,10 +101,10 @@ def choose(scores: Sequence[Sequence[float]], budgets: Sequence[Budget]) -> Choi
     return Choice(tuple(chosen), status == cp_model.OPTIMAL)
 
 
-def _sum(cp_model: object, taken: Sequence[Sequence[object]], of: Sequence[Sequence[int]]) -> object:
+def _sum(cp_model: Any, taken: Sequence[Sequence[Any]], of: Sequence[Sequence[int]]) -> Any:
     variables = [x for candidates in taken for x in candidates]
     factors = [factor for candidates in of for factor in candidates]
-    return cp_model.LinearExpr.weighted_sum(variables, factors)  # type: ignore[attr-defined]
+    return cp_model.LinearExpr.weighted_sum(variables, factors)
 
 
 # --- the command line

@@ -89,9 +89,9 @@ def _add_library(parser: argparse.ArgumentParser) -> None:
         "--save-library",
         metavar="DIR",
         help="write every candidate there when it is finished, with its error on held-out text, "
-        "for megatron_zb_distill.choice; a run continues with what is not there yet. --distribution "
-        "counts candidates then, block by block. DIR/times.json has their times, measured if it is "
-        "missing",
+        "for megatron_zb_distill.choice; a run continues with what is not there yet. Then "
+        "--distribution counts candidates, block by block. DIR/times.json has their times, and is "
+        "measured if it is missing",
     )
     group.add_argument(
         "--candidates-at-once",

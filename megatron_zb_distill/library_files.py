@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
@@ -28,6 +28,7 @@ TEACHER = "teacher"
 
 # What decides how well a candidate learns, and how it is scored.
 _SAME = (
+    "teacher_load",
     "num_layers",
     "hidden_size",
     "seq_length",
@@ -67,6 +68,13 @@ class LibraryFile(Section):
     bf16: bool = Field(description="whether weights are in bf16", examples=[False])
     blocks: list[list[Entry]] = Field(min_length=1, description="of each block", examples=["[[]]"])
 
+    @model_validator(mode="after")
+    def _has_teachers_blocks(self) -> LibraryFile:
+        for block, candidates in enumerate(self.blocks):
+            if not candidates or candidates[0].name != TEACHER:
+                raise ValueError(f"block {block} does not begin with the {TEACHER}'s own: add it")
+        return self
+
 
 class Record(Section):
     """One finished candidate, and how it was made."""
@@ -98,7 +106,7 @@ def record(args: argparse.Namespace, entry: Entry, shape: BlockShape) -> Record:
 
 def made_with(args: argparse.Namespace, shape: BlockShape) -> dict[str, Any]:
     """Return what decides the weights of a candidate, besides the data."""
-    return asdict(shape) | {"teacher_load": args.teacher_load} | {n: getattr(args, n) for n in _SAME}
+    return asdict(shape) | {name: getattr(args, name) for name in _SAME}
 
 
 def finished(

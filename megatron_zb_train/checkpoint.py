@@ -256,8 +256,8 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     layers = args.heterogeneous_layers_config_encoded_json
     if (saved.get("heterogeneous_layers_config_encoded_json") or None) != layers:
         raise UsageError(
-            f"--load: {path} was written with other layers: give --heterogeneous-layers-config-path "
-            "what it was made with, or leave it out for a model with layers of one shape"
+            f"--load: {path} has other layers: give --heterogeneous-layers-config-path what it was "
+            "made with, or leave it out for a model with layers of one shape"
         )
     of_layers = () if layers is None else ("ffn_hidden_size", "num_query_groups")
     for name in (*_MODEL, *optimizer):
