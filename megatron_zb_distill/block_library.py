@@ -38,18 +38,18 @@ _MOST_NODES = 512
 """The solver takes seconds for them; the candidates of larger libraries are placed in groups."""
 
 
-class Node(NamedTuple):
+class CandidateNode(NamedTuple):
     """What a stage has of a block at least: one candidate, or several of a large library."""
 
     block: int
     shapes: tuple[BlockShape, ...]
 
 
-def nodes_of(library: Library) -> list[Node]:
+def nodes_of(library: Library) -> list[CandidateNode]:
     """Return the candidates in the order in which they are distributed."""
     each = -(-sum(map(len, library)) // _MOST_NODES)
     return [
-        Node(block, tuple(candidates[first : first + each]))
+        CandidateNode(block, tuple(candidates[first : first + each]))
         for block, candidates in enumerate(library)
         for first in range(0, len(candidates), each)
     ]
@@ -240,7 +240,9 @@ def _as_file(shapes: Sequence[BlockShape], measured: Sequence[BlockTime]) -> dic
     }
 
 
-def _costs(job: Job, left: Library, nodes: Sequence[Node], times: CandidateTimes) -> CandidateCosts:
+def _costs(
+    job: Job, left: Library, nodes: Sequence[CandidateNode], times: CandidateTimes
+) -> CandidateCosts:
     """Return the costs of all nodes, of which finished candidates and those of later have none."""
     trained = [[s for s in node.shapes if s in left[node.block]] for node in nodes]
     taken = [[times.candidates[shape.name] for shape in shapes] for shapes in trained]

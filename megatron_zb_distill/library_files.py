@@ -76,7 +76,7 @@ class LibraryFile(Section):
         return self
 
 
-class Record(Section):
+class CandidateRecord(Section):
     """One finished candidate, and how it was made."""
 
     candidate: Entry
@@ -98,10 +98,12 @@ def weights_path(folder: Path, block: int, name: str) -> Path:
     return folder / f"block{block}" / f"{name}.pt"
 
 
-def record(args: argparse.Namespace, entry: Entry, shape: BlockShape) -> Record:
+def record(args: argparse.Namespace, entry: Entry, shape: BlockShape) -> CandidateRecord:
     """Return the record of a candidate that this run has trained."""
     made = made_with(args, shape)
-    return Record(candidate=entry, made_with=made, data=getattr(args, data_contents.RECORD))
+    return CandidateRecord(
+        candidate=entry, made_with=made, data=getattr(args, data_contents.RECORD)
+    )
 
 
 def made_with(args: argparse.Namespace, shape: BlockShape) -> dict[str, Any]:
@@ -122,14 +124,14 @@ def finished(
         for shape in candidates:
             path = weights_path(Path(args.save_library), block, shape.name).with_suffix(".json")
             if path.exists():
-                stored = config.read(path, Record)
+                stored = config.read(path, CandidateRecord)
                 _check_same(args, stored, made_with(args, shape), path)
                 found[block, shape.name] = stored.candidate
     return found
 
 
 def _check_same(
-    args: argparse.Namespace, stored: Record, mine: Mapping[str, Any], path: Path
+    args: argparse.Namespace, stored: CandidateRecord, mine: Mapping[str, Any], path: Path
 ) -> None:
     for name, value in mine.items():
         if stored.made_with.get(name) != value:

@@ -28,7 +28,7 @@ on_ranks() { "$python" -m torch.distributed.run --standalone --nproc-per-node 2 
 model=(--cpu --num-layers 6 --hidden-size "$hidden" --num-attention-heads 6 --seq-length 128
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --micro-batch-size 8 --global-batch-size 16)
-text=(--data-path "$folder/text" --eval-iters 8 --split 90,10,0 --lr-decay-style cosine)
+text=(--data-path "$folder/text" --eval-iters 8 --split "90,10,0" --lr-decay-style cosine)
 
 # train NAME ARGUMENT...: trains or evaluates, logs to NAME.jsonl, and does nothing if that is done.
 train() {

@@ -46,6 +46,17 @@ def test_all_ways_are_timed_and_train_the_same(tmp_path: Path) -> None:
     assert min(real["block_ms"]["student"]) > 0
 
 
+def test_a_library_is_timed_in_three_ways() -> None:
+    words = "--ranks 2 --blocks 2 --microbatches 2 --steps 1 --repetitions 1"
+    done = run_script(SCRIPT.with_name("library_of_blocks.py"), *words.split())
+    assert done.code == 0, done.stderr
+    cases = json.loads(done.stdout.splitlines()[-1])["cases"]
+    assert len(cases) == 3
+    for ways in cases.values():
+        assert all(way["seconds"] >= 0.98 * way["predicted"] for way in ways.values())
+        assert ways["candidates"]["predicted"] < ways["one after the other"]["predicted"]
+
+
 def test_help_teaches() -> None:
     done = run_script(SCRIPT, "--help")
     assert done.code == 0
