@@ -8,6 +8,7 @@ so that a run that was killed continues with the others.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -292,6 +293,11 @@ def _scores(args: argparse.Namespace, run: DistillRun) -> Iterator[tuple[Student
         for so_far, more in zip(errors, found, strict=True):
             so_far[:] = [a + b for a, b in zip(so_far, more, strict=True)]
     for student_block, (error, norm) in zip(student_blocks, errors, strict=True):
+        if not math.isfinite(error) or not norm:
+            raise UsageError(
+                f"the error of block {student_block.block}, candidate {student_block.shape.name}, "
+                "on held-out text is not a number: give a lower --lr"
+            )
         yield student_block, error / norm
 
 

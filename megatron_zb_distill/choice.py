@@ -86,7 +86,8 @@ def choose(scores: Sequence[Sequence[float]], budgets: Sequence[Budget]) -> Choi
         model.add_exactly_one(candidates)
     for budget in budgets:
         costs = [[round(cost * budget.scale) for cost in of] for of in budget.costs]
-        model.add(_sum(cp_model, taken, costs) <= int(budget.limit * budget.scale + 1e-6))
+        most = min(budget.limit, sum(map(max, budget.costs)))  # no larger number is needed
+        model.add(_sum(cp_model, taken, costs) <= int(most * budget.scale + 1e-6))
     largest = max(map(max, scores)) or 1.0
     steps = [[round(score / largest * _SCORES) for score in of] for of in scores]
     model.minimize(_sum(cp_model, taken, steps))

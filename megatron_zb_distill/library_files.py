@@ -52,8 +52,10 @@ class Entry(Section):
     mlp: MlpKind = Field(description="its kind", examples=["mlp"])
     ffn_hidden_size: int = size("inner size", 256)
     score: float = Field(ge=0, description="relative error on held-out text", examples=[0.01])
-    parameters: int = Field(ge=0, description="number of weights", examples=[163840])
-    kv_cache_bytes: int = Field(ge=0, description="keys and values of a token", examples=[512])
+    parameters: int = Field(ge=0, le=10**15, description="number of weights", examples=[163840])
+    kv_cache_bytes: int = Field(
+        ge=0, le=10**15, description="keys and values of a token", examples=[512]
+    )
 
     @property
     def shape(self) -> BlockShape:

@@ -25,7 +25,7 @@ export OMP_NUM_THREADS=1 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 on_ranks() { "$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m "$@"; }
 
-model=(--cpu --num-layers 6 --hidden-size "$hidden" --num-attention-heads 6 --seq-length 128
+model=(--cpu --num-layers 6 --hidden-size "$hidden" --num-attention-heads 6 --seq-length 64
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --micro-batch-size 8 --global-batch-size 16)
 text=(--data-path "$folder/text" --eval-iters 8 --split "90,10,0" --lr-decay-style cosine)
@@ -43,7 +43,7 @@ train() {
 # distil NAME: trains the candidates of NAME.yaml.
 distil() {
     on_ranks megatron_zb.distill_gpt --cpu --teacher-load "$folder/teacher" "${text[@]}" \
-        --student-config "$folder/$1.yaml" --save-library "$folder/$1" --train-iters 150 --lr 2e-3 \
+        --student-config "$folder/$1.yaml" --save-library "$folder/$1" --train-iters 120 --lr 2e-3 \
         --micro-batch-size 4 --global-batch-size 16 --log-interval 50
 }
 
@@ -59,8 +59,8 @@ student() {
 mkdir -p "$folder"
 [[ -e $folder/text.idx ]] ||
     "$python" "$root/scripts/prepare_text.py" --max-bytes 4000000 --output-prefix "$folder/text"
-train teacher --ffn-hidden-size $((4 * hidden)) --train-iters 400 --lr 4e-3 --save "$folder/teacher" \
-    --eval-interval 400 --log-interval 100
+train teacher --ffn-hidden-size $((4 * hidden)) --train-iters 500 --lr 4e-3 --save "$folder/teacher" \
+    --eval-interval 500 --log-interval 100
 
 cat >"$folder/library.yaml" <<'END'
 name: three candidates a layer
