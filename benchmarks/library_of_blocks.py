@@ -91,14 +91,19 @@ def whole_blocks(shares: Sequence[float], blocks: int) -> BlockCosts:
     )
 
 
+def predicted(costs: BlockCosts, best: Distribution, microbatches: int, steps: int) -> float:
+    """Simulated seconds of a step."""
+    schedule = pipe_bd(best, microbatches, steps, RUN_AHEAD)
+    return simulate(schedule, RelayCosts(costs, best)).makespan / steps
+
+
 class _Way:
     """Blocks on their best distribution: seconds that steps should take, and that they take."""
 
     def __init__(self, costs: BlockCosts, args: argparse.Namespace) -> None:
         m, self._steps = args.microbatches, args.steps
         best = distribute(costs, args.ranks, m)
-        schedule = pipe_bd(best, m, self._steps, RUN_AHEAD)
-        self.predicted = simulate(schedule, RelayCosts(costs, best)).makespan / self._steps
+        self.predicted = predicted(costs, best, m, self._steps)
         of_library = isinstance(costs, CandidateCosts)
         blocks = SleepingCandidates(costs, best) if of_library else SleepingBlocks(costs)
         self._run: Run = pipelined(blocks, best, m, RUN_AHEAD)

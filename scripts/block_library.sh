@@ -43,7 +43,7 @@ train() {
 # distil NAME: trains the candidates of NAME.yaml.
 distil() {
     on_ranks megatron_zb.distill_gpt --cpu --teacher-load "$folder/teacher" "${text[@]}" \
-        --student-config "$folder/$1.yaml" --save-library "$folder/$1" --train-iters 120 --lr 2e-3 \
+        --student-config "$folder/$1.yaml" --save-library "$folder/$1" --train-iters 100 --lr 2e-3 \
         --micro-batch-size 4 --global-batch-size 16 --log-interval 50
 }
 
@@ -59,30 +59,30 @@ student() {
 mkdir -p "$folder"
 [[ -e $folder/text.idx ]] ||
     "$python" "$root/scripts/prepare_text.py" --max-bytes 4000000 --output-prefix "$folder/text"
-train teacher --ffn-hidden-size $((2 * hidden)) --train-iters 500 --lr 4e-3 --save "$folder/teacher" \
-    --eval-interval 500 --log-interval 100
+train teacher --ffn-hidden-size "$hidden" --train-iters 400 --lr 4e-3 --save "$folder/teacher" \
+    --eval-interval 400 --log-interval 100
 
 cat >"$folder/library.yaml" <<'END'
 name: three candidates a layer
 candidates:
-  - {name: narrow, mlp: {ffn_hidden_size: 63}}
-  - {name: wide, mlp: {ffn_hidden_size: 126}}
-  - {name: no-mlp, mlp: {kind: no_op}}
+  - {name: narrow, mlp: {ffn_hidden_size: 6}}
+  - {name: third, mlp: {ffn_hidden_size: 34}}
+  - {name: no-attention, attention: {kind: no_op}}
 END
-# 4 matrices of attention, and 3 of an MLP with a third of the width: 60 % of the teacher's weights
+# 4 matrices of attention, and 3 of an MLP with 1/16 of the width: 60 % of the teacher's weights
 cat >"$folder/uniform.yaml" <<'END'
 name: all layers alike
 candidates:
-  - {name: narrow, mlp: {ffn_hidden_size: 63}}
+  - {name: narrow, mlp: {ffn_hidden_size: 6}}
 END
 distil library
 distil uniform
 choose=("$python" -m megatron_zb_distill.choice --parameters 60%)
 "${choose[@]}" --library "$folder/library" --output "$folder/choice.json" --save-student "$folder/chosen-student"
-student chosen --ffn-hidden-size $((2 * hidden)) \
+student chosen --ffn-hidden-size "$hidden" \
     --heterogeneous-layers-config-path "$folder/chosen-student/layers.json"
 "${choose[@]}" --library "$folder/uniform" --save-student "$folder/uniform-student"
-student uniform --ffn-hidden-size 63
+student uniform --ffn-hidden-size 6
 
 "$python" - "$folder" <<'END'
 import json, pathlib, sys
