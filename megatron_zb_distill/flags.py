@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job import settings
-from megatron_zb.parsing import Parser, flag_of
+from megatron_zb.parsing import Parser, flag_of, size_in_bytes
 from megatron_zb_train import arguments, flags
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     _add_distillation(command_line)
+    _add_library(command_line)
     _add_ranks(command_line)
     _add_training(command_line)
     _add_data(command_line)
@@ -79,6 +80,29 @@ def _add_distillation(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="which candidate of each block is stitched into the student: one by its name, the "
         "first, or the best, which has the lowest loss at the end; default: %(default)s",
+    )
+
+
+def _add_library(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("library of blocks")
+    group.add_argument(
+        "--save-library",
+        metavar="DIR",
+        help="write every candidate there when it is finished, with its error on held-out text, "
+        "for megatron_zb_distill.choice; a run continues with what is not there yet. Then "
+        "--distribution counts candidates, block by block. DIR/times.json has their times, and is "
+        "measured if it is missing",
+    )
+    group.add_argument(
+        "--candidates-at-once",
+        type=int,
+        metavar="N",
+        help="train at most N candidates of a block at a time; default: all",
+    )
+    group.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="of a rank, for blocks and optimizers, such as 60GiB; default: none",
     )
 
 
@@ -167,6 +191,7 @@ def check(args: argparse.Namespace) -> None:
     for name in _POSITIVE:
         if getattr(args, name) <= 0:
             raise UsageError(f"{flag_of(name)} is {getattr(args, name)}: it must be greater than 0")
+    _check_library(args)
     if args.run_ahead < 1:
         raise UsageError(f"--run-ahead is {args.run_ahead}: it must be 1 or greater")
     if not Path(args.teacher_load).is_dir():
@@ -174,6 +199,39 @@ def check(args: argparse.Namespace) -> None:
             f"--teacher-load {args.teacher_load}: there is no such directory; give the one that "
             "was given to --save when the teacher was trained"
         )
+
+
+# What a library has in its own way, with what it is when it is not given.
+_NOT_WITH_LIBRARY = {
+    "save": None,
+    "save_interval": None,
+    "load": None,
+    "exit_interval": None,
+    "save_student": None,
+    "candidate": FIRST,
+}
+
+
+def _check_library(args: argparse.Namespace) -> None:
+    if args.save_library is None:
+        for name in ("candidates_at_once", "memory_limit"):
+            if getattr(args, name) is not None:
+                raise UsageError(f"{flag_of(name)} is for a library: give --save-library, too")
+        return
+    for name, nothing in _NOT_WITH_LIBRARY.items():
+        if getattr(args, name) != nothing:
+            raise UsageError(
+                f"{flag_of(name)}: --save-library keeps every finished candidate and continues by "
+                "itself, and a student is chosen afterwards: leave it out"
+            )
+    if not args.eval_iters or args.eval_iters < 0:
+        raise UsageError(
+            "--save-library scores candidates on held-out text: give --eval-iters, such as 8"
+        )
+    if args.candidates_at_once is not None and args.candidates_at_once < 1:
+        raise UsageError(f"--candidates-at-once is {args.candidates_at_once}: it must be 1 or more")
+    if args.memory_limit is not None:
+        size_in_bytes(args.memory_limit, "--memory-limit")
 
 
 def complete(args: argparse.Namespace, model: Mapping[str, Any]) -> argparse.Namespace:

@@ -41,12 +41,13 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     training_launch.rendezvous(store, environment).agree("start", values, failure)
     assert job is not None, "ranks do not agree on what one cannot do"
 
+    from megatron_zb_distill.block_library import distil_library
     from megatron_zb_distill.loop import distil
     from megatron_zb_train.ranks import start_ranks, stop_ranks
 
     start_ranks(job.args, None, store, environment)
     try:
-        distil(job, store)
+        (distil_library if job.args.save_library else distil)(job, store)
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
@@ -66,6 +67,7 @@ def _made_of_files(job: Job) -> dict[str, Any]:
 
 def _lost(args: argparse.Namespace, rank: int) -> str:
     again = f"--load {args.save}" if args.save else "--load, where --save has left a checkpoint"
+    again = f"--save-library {args.save_library}" if args.save_library else again
     return (
         f"megatron_zb: error: rank {rank} has lost the connection to another rank, which has "
         f"ended: see what that one or the launcher says of it, and continue with {again}"
@@ -103,7 +105,11 @@ def _job(args: argparse.Namespace, world_size: int) -> Job:
     check_candidate(args, shapes)
     check_stitchable(args, shapes)
     check_data(args)
-    if args.distribution is not None:
+    if args.save_library is not None:
+        from megatron_zb_distill.block_library import check_library
+
+        check_library(args, shapes, world_size)
+    elif args.distribution is not None:
         distribution = parse_distribution(args.distribution, len(shapes), world_size)
         check_distribution(distribution, args.num_microbatches)
     resume = None if args.load is None else stored_distribution(args, shapes)

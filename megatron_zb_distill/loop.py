@@ -139,7 +139,7 @@ class DistillRun:
         busy = BusyTime(on_gpu=not args.cpu)
         file = None
         if self._rank == 0 and args.log_file:
-            file = open_records(args.log_file, append=first_step > 0)
+            file = open_records(args.log_file, append=first_step > 0 or bool(args.save_library))
         self.report = DistillReport(
             Board(dist.PrefixStore("report", store), self._rank, distribution.num_ranks),
             Steps(first_step, args.train_iters, args.log_interval, args.global_batch_size),

@@ -22,6 +22,8 @@ class Place:
     is_last: bool
     group: dist.ProcessGroup
     """Process group of the ranks of the stage."""
+    shares_last: bool = False
+    """Whether the next stage begins with the last block of this one, for further candidates."""
 
     @classmethod
     def of_this_rank(cls, distribution: Distribution) -> Place:
@@ -50,10 +52,13 @@ class Place:
         return self.group if len(self.ranks) > 1 else None
 
 
-def parse_distribution(text: str, num_blocks: int, world_size: int | None) -> Distribution:
+def parse_distribution(
+    text: str, num_blocks: int, world_size: int | None, what: str = "block"
+) -> Distribution:
     """Parse `--distribution 0-3:1,4-7:2`: ranges of blocks, each with its number of ranks.
 
-    `world_size` is the number of ranks to check against; None for no such check.
+    `world_size` is the number of ranks to check against; None for no such check. `what` is
+    distributed: blocks, or the candidates of a library.
 
     Raises:
         UsageError: it cannot be parsed, or does not fit the blocks or the ranks.
@@ -65,8 +70,8 @@ def parse_distribution(text: str, num_blocks: int, world_size: int | None) -> Di
         raise UsageError(f"--distribution: {error}; here, for example, {example}") from None
     if distribution.num_blocks != num_blocks:
         raise UsageError(
-            f"--distribution '{text}' ends with block {distribution.num_blocks - 1}, but the last "
-            f"block of the teacher is {num_blocks - 1}: give all of them, such as "
+            f"--distribution '{text}' ends with {what} {distribution.num_blocks - 1}, but the last "
+            f"{what} is {num_blocks - 1}: give all of them, such as "
             f"{_example(num_blocks, world_size or 2)}"
         )
     if world_size is not None and distribution.num_ranks != world_size:

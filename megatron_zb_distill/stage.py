@@ -36,6 +36,8 @@ class Teaching:
     read: Callable[[int], torch.Tensor] | None
     """Function from a microbatch's number to the embedding of its tokens, on the first stage."""
     is_last: bool
+    shares_last: bool = False
+    """Whether the next stage begins with this one's last block, and so with its input."""
 
     def forward(self, layer: Any, given: torch.Tensor) -> torch.Tensor:
         """Run the forward of one block, without gradients."""
@@ -90,7 +92,9 @@ class BlockwiseStage:
             targets.append(Target(activation, made))
             activation = made
         self._targets.append((microbatch, targets))
-        return None if self._teaching.is_last else activation
+        if self._teaching.is_last:
+            return None
+        return targets[-1].given if self._teaching.shares_last else activation
 
     def study(self, microbatch: int) -> None:
         """Run S: forward, loss and backward of every student block, after T of the microbatch."""
@@ -120,7 +124,8 @@ class StageBlocks:
 
     def stage(self, read: Callable[[int], torch.Tensor] | None) -> BlockwiseStage:
         """Build the stage for the executor; `read` is for the first one, see :class:`Teaching`."""
-        teaching = Teaching(self.layers, self.rotary, read, self.place.is_last)
+        place = self.place
+        teaching = Teaching(self.layers, self.rotary, read, place.is_last, place.shares_last)
         return BlockwiseStage(teaching, self.student_blocks, self.place.partners)
 
     def all_student_blocks(self) -> Iterator[StudentBlock]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ _HETEROGENEOUS_NEEDS = {
     "position_embedding_type": "rope",
     "swiglu": True,
 }
+
+
+@dataclass(frozen=True)
+class ChosenBlock:
+    """A block of a student that is assembled: a layer and its shape."""
+
+    block: int
+    shape: BlockShape
+    layer: Any
 
 
 def is_uniform(shapes: Sequence[BlockShape]) -> bool:
@@ -83,7 +93,10 @@ def choose(
 
 
 def save_student(
-    args: argparse.Namespace, stage_blocks: StageBlocks, chosen: Sequence[StudentBlock], step: int
+    args: argparse.Namespace,
+    stage_blocks: StageBlocks,
+    chosen: Sequence[StudentBlock | ChosenBlock],
+    step: int,
 ) -> None:
     """Write the student: chosen blocks, and the teacher's embedding, last norm and output layer.
 
@@ -113,7 +126,7 @@ def save_student(
     write(Path(args.save_student), step, state, _CONTENT)
 
 
-def _all_shapes(chosen: Sequence[StudentBlock]) -> list[BlockShape]:
+def _all_shapes(chosen: Sequence[StudentBlock | ChosenBlock]) -> list[BlockShape]:
     """Gather the shapes of all blocks, in order; collective over all ranks."""
     everywhere: list[dict[int, BlockShape]] = [{}] * dist.get_world_size()
     dist.all_gather_object(

@@ -6,6 +6,7 @@ Nothing here imports torch or Megatron, so that a mistake is reported at once.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb.errors import UsageError
+from megatron_zb.files import read_text
 from megatron_zb.job import data_contents, settings
 from megatron_zb.job.data_contents import Record
 from megatron_zb.job.settings import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, choice_of
@@ -73,6 +75,31 @@ def _fill_in(args: argparse.Namespace) -> None:
         args.max_position_embeddings = args.seq_length
     if args.lr_decay_iters is None:
         args.lr_decay_iters = args.train_iters
+    # which Megatron stores in a checkpoint, as the file may be gone when it is loaded
+    args.heterogeneous_layers_config_encoded_json = _read_layers(args)
+
+
+def _read_layers(args: argparse.Namespace) -> str | None:
+    """Read the description of layers of different shapes, if there is one."""
+    path = args.heterogeneous_layers_config_path
+    if path is None:
+        return None
+    flag = flag_of("heterogeneous_layers_config_path")
+    try:
+        text = read_text(Path(path))
+        layers = len(json.loads(text)["block_configs"])
+    except OSError as error:
+        raise UsageError(f"{flag}: {path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UsageError(
+            f"{flag}: {path} is no JSON with a list block_configs: give layers.json of a student"
+        ) from error
+    if layers != args.num_layers:
+        raise UsageError(
+            f"{flag}: {path} describes {layers} layers: give --num-layers {layers}, not "
+            f"{args.num_layers}"
+        )
+    return text
 
 
 _POSITIVE = (

@@ -253,7 +253,16 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     stored = common["args"]
     saved: dict[str, Any] = vars(stored) if isinstance(stored, argparse.Namespace) else stored
     optimizer = () if args.finetune else ("use_distributed_optimizer", "bf16", "fp16")
+    layers = args.heterogeneous_layers_config_encoded_json
+    if (saved.get("heterogeneous_layers_config_encoded_json") or None) != layers:
+        raise UsageError(
+            f"--load: {path} has other layers: give --heterogeneous-layers-config-path what it was "
+            "made with, or leave it out for a model with layers of one shape"
+        )
+    of_layers = () if layers is None else ("ffn_hidden_size", "num_query_groups")
     for name in (*_MODEL, *optimizer):
+        if name in of_layers:
+            continue
         mine = getattr(args, name)
         if saved.get(name) != mine:
             flag = flag_of(name)

@@ -95,6 +95,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="default: %(default)s",
     )
+    group.add_argument(
+        "--heterogeneous-layers-config-path",
+        metavar="FILE",
+        help="layers of different shapes, as megatron_zb_distill.choice writes them",
+    )
     group.add_argument("--init-method-std", type=float, default=0.02, help="default: %(default)s")
     group.add_argument(
         "--attention-dropout",

@@ -229,6 +229,7 @@ def given_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def _made_of_files(args: argparse.Namespace, adapter: PipelineAdapter | None) -> dict[str, Any]:
     """Return what each rank has read from files by itself."""
     values: dict[str, Any] = dict(data_contents.to_agree_on(getattr(args, RECORD)))
+    values["layers described as"] = args.heterogeneous_layers_config_encoded_json
     if adapter is not None:
         from megatron_zb.schedules.interchange import digest
 

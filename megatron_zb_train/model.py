@@ -20,6 +20,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+    get_gpt_heterogeneous_layer_spec,
+)
 from megatron.core.optimizer import (
     OptimizerConfig,
     get_megatron_optimizer,
@@ -28,6 +31,9 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+    HeterogeneousTransformerConfig,
+)
 from megatron.core.transformer.module import Float16Module
 
 from megatron_zb.errors import UsageError
@@ -112,7 +118,12 @@ def transformer_config(
     activation_fusion = not (
         args.no_bias_swiglu_fusion if args.swiglu else args.no_bias_gelu_fusion
     )
-    return TransformerConfig(
+    kind, layers = TransformerConfig, {}
+    if args.heterogeneous_layers_config_path is not None:
+        kind = HeterogeneousTransformerConfig
+        layers = {"heterogeneous_layers_config_path": args.heterogeneous_layers_config_path}
+    return kind(
+        **layers,
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
@@ -183,7 +194,11 @@ def _model(
     post_process: bool,
     vp_stage: int | None,
 ) -> GPTModel:
-    if args.transformer_impl == "transformer_engine":
+    of_engine = args.transformer_impl == "transformer_engine"
+    spec: Any
+    if args.heterogeneous_layers_config_path is not None:
+        spec = get_gpt_heterogeneous_layer_spec(config, use_te=of_engine, vp_stage=vp_stage)
+    elif of_engine:
         spec = get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = get_gpt_layer_local_spec(normalization=args.normalization)

@@ -244,6 +244,10 @@ class BlockCosts:
         each = self._teacher(blocks) + sum(self.student[b] for b in blocks)
         return microbatches // degree * each + self._update(blocks, degree)
 
+    def held(self, blocks: range) -> float:
+        """Return the memory of a stage on each of its ranks."""
+        return sum(self.memory[b] for b in blocks)
+
     def lower_bound(self, distribution: Distribution, microbatches: int, steps: int) -> float:
         """Return a lower bound in seconds: each stage's first microbatch to arrive, and its steps.
 
@@ -348,7 +352,7 @@ def _all_stage_seconds(
     """
 
     def of(blocks: range) -> list[float]:
-        if sum(costs.memory[b] for b in blocks) > memory_limit:
+        if costs.held(blocks) > memory_limit:
             return [inf] * len(degrees)
         return [costs.stage_seconds(blocks, k, microbatches) for k in degrees]
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from distilled_blocks import synthetic_costs
 from jobs import run_script
+from library_of_blocks import LIBRARIES, costs_of, predicted, whole_blocks
 from ways_to_distil import WithoutRelay, seconds_all_at_once, seconds_block_by_block
 
-from megatron_zb_distill.schedule.distribution import BlockCosts, evenly
+from megatron_zb_distill.schedule.distribution import BlockCosts, distribute, evenly
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "pipe_bd.py"
 WAYS = [
@@ -44,6 +45,34 @@ def test_all_ways_are_timed_and_train_the_same(tmp_path: Path) -> None:
     assert list(real["ways"]) == WAYS
     assert 0 < real["difference"] < 1e-4
     assert min(real["block_ms"]["student"]) > 0
+
+
+def test_a_library_is_timed_in_three_ways() -> None:
+    words = "--ranks 2 --blocks 2 --microbatches 2 --steps 1 --repetitions 1"
+    done = run_script(SCRIPT.with_name("library_of_blocks.py"), *words.split())
+    assert done.code == 0, done.stderr
+    cases = json.loads(done.stdout.splitlines()[-1])["cases"]
+    assert len(cases) == 3
+    for ways in cases.values():
+        assert all(way["seconds"] >= 0.98 * way["predicted"] for way in ways.values())
+        assert ways["candidates"]["predicted"] < ways["one after the other"]["predicted"]
+
+
+def test_the_page_has_the_gains_of_a_library() -> None:
+    page = SCRIPT.parents[1] / "docs" / "pipe_bd_appendix.md"
+    shares = next(iter(LIBRARIES.values()))
+
+    def seconds(costs: BlockCosts, ranks: int) -> float:
+        return predicted(costs, distribute(costs, ranks, 8), 8, 8)
+
+    def gain(costs: BlockCosts, ranks: int) -> str:
+        each = [seconds(whole_blocks([share], 8), ranks) for share in shares]
+        return f"{sum(each) / seconds(costs, ranks):.2f}"
+
+    placed = costs_of(shares, 8)
+    together = gain(whole_blocks(shares, 8), 6)
+    words = f"{gain(placed, 4)} on 4 ranks and {gain(placed, 6)} on 6, {together} with whole blocks"
+    assert words in " ".join(page.read_text(encoding="utf-8").split())
 
 
 def test_help_teaches() -> None:

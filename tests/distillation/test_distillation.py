@@ -479,7 +479,7 @@ def test_the_students_that_come_with_it_fit(path: Path) -> None:
     [
         ("0-3:all", "--distribution: '0-3:all' .* is no stage: .*; here, for ex.* 0-1:1,2-3:1$"),
         ("0-1:1,3:1", "stage 1 .* has blocks 3 to 3: give blocks from 2 on"),
-        ("0-2:1", "ends with block 2, but the last block of the teacher is 3"),
+        ("0-2:1", "ends with block 2, but the last block is 3"),
         ("0-3:1", "is for 1 ranks, but 2 were started: .*--nproc-per-node 1"),
         ("0-3:0", "give every stage 1 or more"),
         ("3-0:2", "stage 0 .* has blocks 3 to 0: give blocks from 0 on"),

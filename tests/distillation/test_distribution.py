@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_zb.errors import UsageError
+from megatron_zb_distill.schedule.candidates import CandidateCosts
 from megatron_zb_distill.schedule.distribution import (
     BlockCosts,
     Distribution,
@@ -27,6 +28,13 @@ def block_costs(draw: st.DrawFn, most: int = 8) -> BlockCosts:
     teacher = draw(st.lists(st.floats(0.01, 10), min_size=blocks, max_size=blocks))
     names = ("student", "update", "relay", "reduce", "memory")
     return BlockCosts.of(teacher=teacher, **{name: draw(times) for name in names})
+
+
+@st.composite
+def candidate_costs(draw: st.DrawFn) -> CandidateCosts:
+    costs = draw(block_costs())
+    block_of = sorted(draw(st.integers(0, 3)) for _ in costs.teacher)
+    return CandidateCosts(**vars(costs), block_of=tuple(block_of), teacher_memory=draw(SECONDS))
 
 
 def divisions(blocks: int, ranks: int, microbatches: int) -> Iterator[list[tuple[int, int]]]:
@@ -48,7 +56,7 @@ def best_of_all(
         (
             (costs.slowest(found, microbatches), found.num_ranks, -len(found.ranges))
             for found in map(Distribution.of, divisions(costs.num_blocks, ranks, microbatches))
-            if all(sum(costs.memory[b] for b in blocks) <= limit for blocks, _ in found.ranges)
+            if all(costs.held(blocks) <= limit for blocks, _ in found.ranges)
         ),
         default=None,
     )
@@ -60,7 +68,7 @@ UNEVEN = BlockCosts.of(teacher=[1, 1, 3, 1], student=[2, 2, 6, 2], update=0.5)
 
 @settings(max_examples=150, deadline=None)
 @given(
-    block_costs(),
+    block_costs() | candidate_costs(),
     st.integers(1, 8),
     st.sampled_from([1, 2, 4, 6, 8, 24]),
     st.sampled_from([10.0, 25.0, math.inf]),
@@ -77,7 +85,7 @@ def test_no_distribution_is_better(
     found = distribute(costs, ranks, microbatches, limit)
     slowest = costs.slowest(found, microbatches)
     assert (slowest, found.num_ranks, -len(found.ranges)) == best
-    assert all(sum(costs.memory[b] for b in blocks) <= limit for blocks, _ in found.ranges)
+    assert all(costs.held(blocks) <= limit for blocks, _ in found.ranges)
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,6 +102,27 @@ def test_blocks_and_ranks_follow_one_another(
     assert costs.slowest(found, microbatches) <= costs.slowest(
         evenly(costs.num_blocks, ranks), microbatches
     )
+
+
+def test_candidates_of_a_stage_share_the_teacher() -> None:
+    costs = CandidateCosts(
+        teacher=(1.0,) * 4,
+        student=(2.0,) * 4,
+        update=(0.0,) * 4,
+        relay=(0.5,) * 4,
+        reduce=(0.0,) * 4,
+        memory=(3.0,) * 4,
+        block_of=(0, 0, 1, 1),
+        teacher_memory=10.0,
+    )
+    assert [costs.stage_seconds(range(*of), 1, 2) for of in ((0, 4), (0, 2), (1, 3), (3, 4))] == [
+        2 * (2 + 8),
+        2 * (1 + 4 + 0.5),
+        2 * (2 + 4 + 0.5),
+        2 * (1 + 2),
+    ]
+    assert [costs.held(range(*of)) for of in ((0, 4), (0, 2), (1, 3))] == [32, 16, 26]
+    assert distribute(costs, 3, 1, memory_limit=26).spec == "0-0:1,1-1:1,2-3:1"
 
 
 def test_a_heavy_block_gets_more_ranks() -> None:

@@ -328,8 +328,8 @@ def test_what_is_said_of_auto_was_measured() -> None:
 def test_the_extras_are_those_of_the_packaging() -> None:
     said = plain(README).split("Extras:")[1]
     extras = project()["optional-dependencies"]
-    assert sorted(extras) == ["docs", "fast", "megatron-lm", "plots", "te", "test"]
-    assert {*extras["plots"], *extras["fast"]} < set(extras["test"])
+    assert sorted(extras) == ["docs", "fast", "library", "megatron-lm", "plots", "te", "test"]
+    assert {*extras["plots"], *extras["fast"], *extras["library"]} < set(extras["test"])
     for name in extras:
         assert f"`{name}`" in said or f"[{name}]" in README
 

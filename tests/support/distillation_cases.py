@@ -184,13 +184,14 @@ def learnt_alone(
     model: Mapping[str, Any],
     candidates: Sequence[Mapping[str, Any]],
     shares: Sequence[int],
+    flags: Sequence[str] = (),
 ) -> dict[Key, Learnt]:
     """Every block trained by itself, on activations recorded from the teacher in one piece.
 
     `shares` says for each block over how many ranks gradients are summed: microbatches in turn.
     """
     enter(model, teacher)
-    job = job_of(corpus, teacher, candidates)
+    job = job_of(corpus, teacher, candidates, *flags)
     recorded = _recorded_lessons(job)
     return {
         (block, shape.name): _train(job, block, shape, recorded, shares[block])

@@ -1,0 +1,369 @@
+"""A library of blocks: candidates of every block, placed on ranks one by one, scored and stored.
+
+A node of the distribution is a candidate. All ranks train on the teacher's relayed activations
+(Pipe-BD, arXiv 2301.12443). A candidate is written as soon as it has been scored on held-out text,
+so that a run that was killed continues with the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+
+from megatron_zb.errors import UsageError
+from megatron_zb.measured import config
+from megatron_zb.measured.config import Section
+from megatron_zb.parsing import gib, size_in_bytes
+from megatron_zb_distill import block_times, library_files
+from megatron_zb_distill.block_times import BlockTime
+from megatron_zb_distill.blocks import student_layer
+from megatron_zb_distill.library_files import TEACHER, Entry, LibraryFile
+from megatron_zb_distill.loop import DistillRun, Job, Library
+from megatron_zb_distill.place import Place, check_distribution, parse_distribution
+from megatron_zb_distill.schedule.candidates import CandidateCosts
+from megatron_zb_distill.schedule.distribution import Distribution, distribute
+from megatron_zb_distill.stage import StageBlocks, open_stage_blocks
+from megatron_zb_distill.student import BlockShape, TeacherShape
+from megatron_zb_distill.student_block import StudentBlock
+from megatron_zb_train import data
+
+_MOST_NODES = 512
+"""The solver takes seconds for them; the candidates of larger libraries are placed in groups."""
+
+
+class CandidateNode(NamedTuple):
+    """What a stage has of a block at least: one candidate, or several of a large library."""
+
+    block: int
+    shapes: tuple[BlockShape, ...]
+
+
+def nodes_of(library: Library) -> list[CandidateNode]:
+    """Return the candidates in the order in which they are distributed."""
+    each = -(-sum(map(len, library)) // _MOST_NODES)
+    return [
+        CandidateNode(block, tuple(candidates[first : first + each]))
+        for block, candidates in enumerate(library)
+        for first in range(0, len(candidates), each)
+    ]
+
+
+def check_library(args: argparse.Namespace, library: Library, world_size: int) -> None:
+    """Check names, the distribution and what is finished; needs no process group.
+
+    Raises:
+        UsageError: something does not fit.
+    """
+    known: dict[str, BlockShape] = {}
+    for block, candidates in enumerate(library):
+        for shape in candidates:
+            alike = replace(shape, learning_rate=None)
+            if shape.name == TEACHER or known.setdefault(shape.name, alike) != alike:
+                raise UsageError(
+                    f"--student-config: candidate {shape.name} of block {block} has a name that "
+                    "belongs to other sizes in this library: give it another name"
+                )
+    if args.distribution is not None:
+        nodes = len(nodes_of(library))
+        check_distribution(
+            parse_distribution(args.distribution, nodes, world_size, "candidate"),
+            args.num_microbatches,
+        )
+    library_files.finished(args, library)
+
+
+def distil_library(job: Job, store: dist.Store) -> None:
+    """Train, score and store all candidates that are not finished; collective over all ranks.
+
+    Raises:
+        UsageError: a file cannot be used, the ranks cannot hold the candidates, or one does not
+            learn.
+    """
+    args = job.args
+    for number, candidates in enumerate(_rounds(job.library, args.candidates_at_once)):
+        done = _of_first_rank(library_files.finished(args, candidates))
+        left = [
+            [shape for shape in shapes if (block, shape.name) not in done]
+            for block, shapes in enumerate(candidates)
+        ]
+        if any(left):
+            _train(job, left, dist.PrefixStore(f"round{number}", store))
+            dist.barrier()
+    if dist.get_rank() == 0:
+        _conclude(job)
+    dist.barrier()
+
+
+def _rounds(library: Library, at_once: int | None) -> Iterator[list[Sequence[BlockShape]]]:
+    """Yield the candidates of each block that are trained at the same time."""
+    most = max(map(len, library))
+    for first in range(0, most, at_once or most):
+        yield [candidates[first : first + (at_once or most)] for candidates in library]
+
+
+def _of_first_rank(value: Any) -> Any:
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _train(job: Job, left: Library, store: dist.Store) -> None:
+    args = job.args
+    run = open_candidates(job, left, distribution_of(job, left), store)
+    run.report.say(
+        f"{sum(map(len, left))} candidates learn from the {args.num_layers} blocks of "
+        f"{job.teacher.path}, by rank: {_placed(job.library, run.distribution)}"
+    )
+    run.steps(0, args.train_iters)
+    run.report.finish()
+    for student_block, score in _scores(args, run):
+        if run.stage_blocks.place.is_leader:
+            _store(args, student_block, score)
+    run.close()
+
+
+def _placed(library: Library, distribution: Distribution) -> str:
+    nodes = nodes_of(library)
+    ends = [(nodes[held.start], nodes[held.stop - 1]) for held, _ in distribution.ranges]
+    stages = zip(ends, distribution.ranges, strict=True)
+    return ", ".join(
+        f"{first.block}.{first.shapes[0].name} to {last.block}.{last.shapes[-1].name} on "
+        f"{len(ranks)}"
+        for (first, last), (_, ranks) in stages
+    )
+
+
+def open_candidates(
+    job: Job, left: Library, distribution: Distribution, store: dist.Store
+) -> DistillRun:
+    """Build this rank's part of the candidates that are left; collective over all ranks.
+
+    `left` has the candidates to train of each block, `distribution` is of all nodes of the job.
+    """
+    place, shapes = _share(job, left, Place.of_this_rank(distribution), distribution)
+    stage_blocks = open_stage_blocks(job.args, job.teacher, shapes, place)
+    datasets = data.build_datasets(job.args)
+    return DistillRun(job.args, distribution, stage_blocks, store, datasets, 0)
+
+
+def _share(
+    job: Job, left: Library, place: Place, distribution: Distribution
+) -> tuple[Place, list[list[BlockShape]]]:
+    """Return this rank's place, with its blocks of the teacher, and its candidates of each."""
+    nodes = nodes_of(job.library)
+    shapes: list[list[BlockShape]] = [[] for _ in job.library]
+    if not place.blocks:
+        return place, shapes
+    for node in place.blocks:
+        block = nodes[node].block
+        shapes[block] += [shape for shape in nodes[node].shapes if shape in left[block]]
+    last = nodes[place.blocks.stop - 1].block
+    following = nodes[place.blocks.stop : place.blocks.stop + 1]
+    held = range(nodes[place.blocks.start].block, last + 1)
+    shares_last = any(node.block == last for node in following)
+    return replace(place, blocks=held, shares_last=shares_last), shapes
+
+
+# --- times and memory
+
+
+class CandidateTime(Section):
+    """Seconds of one candidate."""
+
+    student: float = Field(ge=0, description="forward, loss, backward", examples=[0.003])
+    update: float = Field(ge=0, description="optimizer step", examples=[0.001])
+    reduce: float = Field(ge=0, description="gradients over a link", examples=[0.002])
+
+
+class CandidateTimes(Section):
+    """Measured or given times of all candidates, for a microbatch and a step."""
+
+    teacher: float = Field(ge=0, description="seconds of a block's forward", examples=[0.001])
+    candidates: dict[str, CandidateTime] = Field(description="by name", examples=["{}"])
+
+
+def distribution_of(job: Job, left: Library) -> Distribution:
+    """Return the distribution of all nodes: as given, or the fastest for what is left. Collective.
+
+    Raises:
+        UsageError: the ranks cannot hold the candidates, or times.json is wrong.
+    """
+    args, nodes = job.args, nodes_of(job.library)
+    if args.distribution is not None:
+        return parse_distribution(args.distribution, len(nodes), None, "candidate")
+    costs = _costs(job, left, nodes, _times(job))
+    limit, ranks = float("inf"), dist.get_world_size()
+    if args.memory_limit is not None:
+        limit = size_in_bytes(args.memory_limit, "--memory-limit")
+    try:
+        return distribute(costs, ranks, args.num_microbatches, limit)
+    except UsageError:
+        raise UsageError(
+            f"--memory-limit {args.memory_limit}: {ranks} ranks cannot hold these candidates, "
+            f"{gib(sum(costs.memory))} in all, and the teacher's blocks: give more ranks, or fewer "
+            "--candidates-at-once"
+        ) from None
+
+
+def _times(job: Job) -> CandidateTimes:
+    """Read or measure the times of all candidates; collective."""
+    path = Path(job.args.save_library) / "times.json"
+    if not _of_first_rank(path.exists()):
+        shapes = list({shape.name: shape for shapes in job.library for shape in shapes}.values())
+        measured = block_times.measure(job.args, [[shape] for shape in shapes], job.teacher.shape)
+        if dist.get_rank() == 0:
+            library_files.write(path, _as_file(shapes, measured))
+        dist.barrier()
+    times = config.read(path, CandidateTimes)
+    for candidates in job.library:
+        for shape in candidates:
+            if shape.name not in times.candidates:
+                raise UsageError(
+                    f"{path} has no times of candidate {shape.name}: add them, or delete the file "
+                    "to measure them"
+                )
+    return times
+
+
+def _as_file(shapes: Sequence[BlockShape], measured: Sequence[BlockTime]) -> dict[str, Any]:
+    parts = [asdict(time) for time in measured]
+    return {
+        "teacher": min(part.pop("teacher") for part in parts),
+        "candidates": {shape.name: part for shape, part in zip(shapes, parts, strict=True)},
+    }
+
+
+def _costs(
+    job: Job, left: Library, nodes: Sequence[CandidateNode], times: CandidateTimes
+) -> CandidateCosts:
+    """Return the costs of all nodes, of which finished candidates and those of later have none."""
+    trained = [[s for s in node.shapes if s in left[node.block]] for node in nodes]
+    taken = [[times.candidates[shape.name] for shape in shapes] for shapes in trained]
+    known = {shape.name: shape for shapes in left for shape in shapes}
+    numbers = {name: parameters_of(job.args, shape) for name, shape in known.items()}
+    weight, held = (2, 18) if job.args.bf16 else (4, 16)  # with gradient, Adam's and a copy
+    whole = parameters_of(job.args, teacher_shape(job.teacher.shape))
+    return CandidateCosts(
+        teacher=(times.teacher,) * len(nodes),
+        student=tuple(sum(time.student for time in node) for node in taken),
+        update=tuple(sum(time.update for time in node) for node in taken),
+        relay=(0.0,) * len(nodes),
+        reduce=tuple(sum(time.reduce for time in node) for node in taken),
+        memory=tuple(float(sum(held * numbers[s.name] for s in shapes)) for shapes in trained),
+        block_of=tuple(node.block for node in nodes),
+        teacher_memory=float(weight * whole),
+    )
+
+
+def teacher_shape(sizes: TeacherShape) -> BlockShape:
+    """Return the shape of the teacher's own blocks."""
+    groups, ffn = sizes.num_query_groups, sizes.ffn_hidden_size
+    return BlockShape(TEACHER, "attention", groups, "mlp", ffn, None)
+
+
+def parameters_of(args: argparse.Namespace, shape: BlockShape) -> int:
+    """Count the weights of a candidate."""
+    return sum(p.numel() for p in student_layer(args, shape, 0).parameters())
+
+
+# --- scores and files
+
+
+def _scores(args: argparse.Namespace, run: DistillRun) -> Iterator[tuple[StudentBlock, float]]:
+    """Yield this rank's candidates with their errors on held-out text, on the first of a stage.
+
+    The error is the squared norm of a candidate's difference from its teacher's output, over that
+    of the output, both summed over the first --eval-iters batches of the evaluation split.
+    """
+    stage_blocks, place = run.stage_blocks, run.stage_blocks.place
+    if not place.blocks or not place.is_leader:
+        return
+    student_blocks = list(stage_blocks.all_student_blocks())
+    errors = [[0.0, 0.0] for _ in student_blocks]
+    for number in range(args.eval_iters * args.num_microbatches):
+        found = _errors(run.distribution, stage_blocks, _given(args, run, number))
+        for so_far, more in zip(errors, found, strict=True):
+            so_far[:] = [a + b for a, b in zip(so_far, more, strict=True)]
+    for student_block, (error, norm) in zip(student_blocks, errors, strict=True):
+        if not math.isfinite(error) or not norm:
+            raise UsageError(
+                f"the error of block {student_block.block}, candidate {student_block.shape.name}, "
+                "on held-out text is not a number: give a lower --lr"
+            )
+        yield student_block, error / norm
+
+
+def _given(args: argparse.Namespace, run: DistillRun, number: int) -> torch.Tensor:
+    """Return the input of this stage's first block for a microbatch of held-out text."""
+    stage_blocks, device = run.stage_blocks, "cpu" if args.cpu else "cuda"
+    if stage_blocks.embedding is not None:
+        batch = data.microbatch(run.held_out, args, number * args.micro_batch_size)
+        embedded: torch.Tensor = stage_blocks.embedding(batch["tokens"], batch["position_ids"])
+        return embedded
+    shape = (args.seq_length, args.micro_batch_size, args.hidden_size)
+    given = torch.empty(shape, dtype=torch.bfloat16 if args.bf16 else torch.float32, device=device)
+    dist.recv(given, run.distribution.ranges[stage_blocks.place.stage - 1][1][0])
+    return given
+
+
+@torch.no_grad()
+def _errors(
+    distribution: Distribution, stage_blocks: StageBlocks, given: torch.Tensor
+) -> list[tuple[float, float]]:
+    """Return squared norms, of each candidate's difference and of its teacher's output; relay."""
+    place, found, wanted = stage_blocks.place, [], given
+    for layer, candidates in zip(stage_blocks.layers, stage_blocks.student_blocks, strict=True):
+        given = wanted
+        wanted, _ = layer(given, attention_mask=None, rotary_pos_emb=stage_blocks.rotary)
+        norm = float(wanted.double().square().sum())
+        for student_block in candidates:
+            made = student_block.forward(given, stage_blocks.rotary)
+            found.append((float((made.double() - wanted.double()).square().sum()), norm))
+    if not place.is_last:
+        relayed = given if place.shares_last else wanted
+        dist.send(relayed.contiguous(), distribution.ranges[place.stage + 1][1][0])
+    return found
+
+
+def _store(args: argparse.Namespace, student_block: StudentBlock, score: float) -> None:
+    shape, folder = student_block.shape, Path(args.save_library)
+    weights = {n: p.detach().cpu() for n, p in student_block.layer.named_parameters()}
+    path = library_files.weights_path(folder, student_block.block, shape.name)
+    library_files.replace(path, lambda new: torch.save(weights, new))
+    entry = _entry(args, shape, score, sum(weight.numel() for weight in weights.values()))
+    record = library_files.record(args, entry, shape)
+    library_files.write(path.with_suffix(".json"), record.model_dump())
+
+
+def _entry(args: argparse.Namespace, shape: BlockShape, score: float, parameters: int) -> Entry:
+    sizes = {k: v for k, v in asdict(shape).items() if k != "learning_rate"}
+    head = args.hidden_size // args.num_attention_heads
+    held = 2 * shape.num_query_groups * head * (2 if args.bf16 else 4)
+    cache = held if shape.attention == "attention" else 0
+    return Entry(**sizes, score=score, parameters=parameters, kv_cache_bytes=cache)
+
+
+def _conclude(job: Job) -> None:
+    """Write library.json and print the scores."""
+    args, own = job.args, teacher_shape(job.teacher.shape)
+    whole = _entry(args, own, 0.0, parameters_of(args, own))
+    entries = library_files.finished(args, job.library)
+    blocks = [
+        [whole, *(entries[block, shape.name] for shape in shapes)]
+        for block, shapes in enumerate(job.library)
+    ]
+    made = LibraryFile(teacher=args.teacher_load, bf16=args.bf16, blocks=blocks)
+    path = Path(args.save_library) / "library.json"
+    library_files.write(path, made.model_dump())
+    for block, candidates in enumerate(blocks):
+        scores = " ".join(f"{entry.name} {entry.score:.3e}" for entry in candidates[1:])
+        print(f" block {block} | error on held-out text: {scores} |", flush=True)
+    print(f"the library is in {path}", flush=True)
