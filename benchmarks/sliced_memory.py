@@ -106,9 +106,7 @@ def _arguments() -> argparse.Namespace:
 
 def _table(job: Job, name: str) -> tuple[schedules.Schedule, schedules.Timeline]:
     """Return a schedule and its simulation; passes take equally long, and W frees an activation."""
-    costs = schedules.Costs.uniform(
-        pipeline_size=job.ranks, forward=1.0, backward=1.0, weight=1.0
-    )
+    costs = schedules.Costs.uniform(pipeline_size=job.ranks, forward=1.0, backward=1.0, weight=1.0)
     schedule = schedules.build(
         name.removesuffix(", sliced"),
         pipeline_size=job.ranks,
