@@ -318,7 +318,7 @@ def test_what_is_said_of_auto_was_measured() -> None:
     page = " ".join((ROOT / "docs" / "planner.md").read_text(encoding="utf-8").split())
     assert min(leads) >= 0 == found["behind"]
     assert f"in {len(found['rows'])} plans: 16 models" in page
-    assert f"In {len(found['rows']) - len(compared)} nothing with a pipeline fits." in page
+    assert f"In {len(found['rows']) - len(compared)} no pipeline fits." in page
     assert f"In the other {len(compared)} `auto` is never behind a named schedule" in page
     assert f"ahead of all in {ahead}, by up to {max(leads):.1%}".replace("%", " %") in page
     took = f"{min(seconds):.0f} to {max(seconds):.0f} seconds of a processor"
