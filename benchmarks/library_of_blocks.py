@@ -104,8 +104,9 @@ class _Way:
         m, self._steps = args.microbatches, args.steps
         best = distribute(costs, args.ranks, m)
         self.predicted = predicted(costs, best, m, self._steps)
-        of_library = isinstance(costs, CandidateCosts)
-        blocks = SleepingCandidates(costs, best) if of_library else SleepingBlocks(costs)
+        blocks = SleepingBlocks(costs)
+        if isinstance(costs, CandidateCosts):
+            blocks = SleepingCandidates(costs, best)
         self._run: Run = pipelined(blocks, best, m, RUN_AHEAD)
         self.distribution = best.spec
 
