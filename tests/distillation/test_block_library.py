@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -75,11 +76,8 @@ def scored_alone(
     enter(LLAMA, teacher)
     job = job_of(corpus, teacher, CANDIDATES, *HELD_OUT)
     held_out = data.build_datasets(job.args)[1]
-    build, data.build_datasets = data.build_datasets, lambda _: (held_out, None)
-    try:
+    with mock.patch.object(data, "build_datasets", return_value=(held_out, None)):
         lessons = _recorded_lessons(job)[: job.args.eval_iters * job.args.num_microbatches]
-    finally:
-        data.build_datasets = build
     scores = {}
     for block, shapes in enumerate(job.library):
         for shape in shapes:
@@ -105,12 +103,12 @@ def test_candidates_learn_in_a_library_what_they_learn_alone(
     """To the last bit, with candidates of one block on two ranks; scores are those of one model."""
     size = sum(int(part.partition(":")[2]) for part in distribution.split(","))
     shares = [size // 2] * LAYERS
-    case = {"corpus": corpus, "teacher": teacher}
+    case: dict[str, Any] = {"corpus": corpus, "teacher": teacher}
     model = {**case, "model": LLAMA, "candidates": CANDIDATES}
     (alone,) = ranks(1).run(learnt_alone, **model, shares=shares, flags=HELD_OUT)
     seen: set[Key] = set()
     scores: dict[Key, float] = {}
-    library = {**case, "folder": str(tmp_path), "distribution": distribution}
+    library: dict[str, Any] = {**case, "folder": str(tmp_path), "distribution": distribution}
     for learnt, scored in ranks(size).run(learnt_in_library, **library):
         assert differences(learnt, alone) == []
         seen |= set(learnt)
@@ -230,8 +228,9 @@ def test_a_killed_run_keeps_what_is_finished(library: Library, tmp_path: Path) -
 def test_a_choice_becomes_a_student_that_trains(library: Library, tmp_path: Path) -> None:
     """Its loss is that of the same blocks as distil_gpt stitches them."""
     student, choice = tmp_path / "student", tmp_path / "choice.json"
-    words = ("--parameters", "70%", "--save-student", str(student), "--output", str(choice))
-    ended = library.choose(*words)
+    ended = library.choose(
+        *("--parameters", "70%", "--save-student", str(student), "--output", str(choice))
+    )
     assert ended.code == 0, ended.stderr
     names = [entry["name"] for entry in json.loads(choice.read_text())["blocks"]]
     assert len(set(names)) > 1
