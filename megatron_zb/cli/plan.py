@@ -193,7 +193,7 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
         metavar="auto|N,N",
         help="token slices of a microbatch along its sequence: numbers such as 1,4,8, or powers of "
         "two as long as slices have --slice-tokens (auto); of equal tokens, and of equal time. By "
-        "default microbatches stay whole",
+        "default microbatches are whole",
     )
     group.add_argument(
         "--slice-tokens",
