@@ -94,7 +94,7 @@ def test_losses_and_gradients_are_as_near_to_float64_as_stocks(
         assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=FULL)])
 @pytest.mark.parametrize(
     "slices", ["8", pytest.param("2", marks=FULL), pytest.param("4", marks=FULL)]
 )
