@@ -95,11 +95,11 @@ def assert_equal_to_megatrons(found: list[tuple[Run, Run]]) -> None:
     ("ranks_of_job", "p", "name", "more"),
     [
         pytest.param(4, 2, "v-half", {}, marks=pytest.mark.full),
-        (4, 2, "v-half", {"overlap": True}),
+        pytest.param(4, 2, "v-half", {"overlap": True}, marks=pytest.mark.full),
         (4, 2, "v-zb", {"overlap": True}),
         (4, 2, "v-zb", {"experts": 2, "gives_shapes": True}),
         (4, 4, "v-zb", {"gives_shapes": True}),
-        (2, 2, "zb-h1", {"tied": True}),
+        pytest.param(2, 2, "zb-h1", {"tied": True}, marks=pytest.mark.full),
         pytest.param(2, 2, "v-half", {"tied": True}, marks=pytest.mark.full),
         (2, 2, "1f1b-v", {"gives_shapes": True}),
         (2, 2, "interleaved", {}),

@@ -22,7 +22,7 @@ def trainer(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> OwnTrainer
 
 
 @pytest.mark.parametrize(
-    "number", [*range(10), *(pytest.param(n, marks=pytest.mark.full) for n in range(10, 30))]
+    "number", [*range(6), *(pytest.param(n, marks=pytest.mark.full) for n in range(6, 30))]
 )
 def test_a_drawn_combination_trains_as_megatron_does(trainer: OwnTrainer, number: int) -> None:
     combination = draw(SPACE, f"{seed_of_commit()}/{number}")
