@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What it gains to distil all candidates of a library at once, each placed on ranks by itself.
+"""Speedup of distilling all candidates of a library at once, each with its own ranks.
 
 Ranks sleep for the times of blocks, so any machine does. The same steps run in three ways:
 

@@ -70,7 +70,7 @@ def are_long(load: Workload, least: int) -> bool:
 
 
 def unrolled(passes: Sequence[Pass], slicing: Slicing) -> Iterator[Pass]:
-    """Yield passes on units with each slice of a stage as a stage of its own, as :func:`held_by`.
+    """Yield passes on units with slice i of stage s as stage s * n + i, as in :func:`held_by`.
 
     A joined W becomes one W for each slice.
     """

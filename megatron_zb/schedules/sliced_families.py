@@ -337,29 +337,24 @@ class _Microbatch:
 
     def __init__(self, rows: Sequence[StageCosts], *, joined: bool) -> None:
         self.rows, self._joined = [row.shortest() for row in rows], joined
-        self.there = self._way_to_end()
-        self.back = self._way_back()
+        self.there = self._ways([(row.forward, row.forward_hop) for row in self.rows])
+        """By stage and slice, the seconds from the start of F to that of the first B."""
+        self.back = self._ways([(row.backward, row.backward_hop[1:]) for row in self.rows])
+        """By stage and slice, the seconds from the start of the first B to the end of B."""
 
-    def _way_to_end(self) -> list[list[float]]:
-        """Return by stage and slice the seconds from the start of F to that of the first B."""
-        rows, stages = self.rows, len(self.rows[0].forward)
+    def _ways(self, rows: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[list[float]]:
+        """Return the longest ways to the last stage and slice, by stage and slice.
+
+        Args:
+            rows: seconds of the passes of a slice, and of its messages to each next stage.
+        """
+        stages = len(rows[0][0])
         found = [[0.0] * len(rows) for _ in range(stages)]
         for s in reversed(range(stages)):
-            for i in reversed(range(len(rows))):
+            for i, (seconds, hops) in reversed([*enumerate(rows)]):
                 later = found[s][i + 1] if i + 1 < len(rows) else 0.0
-                onward = found[s + 1][i] + rows[i].forward_hop[s] if s + 1 < stages else 0.0
-                found[s][i] = rows[i].forward[s] + max(later, onward)
-        return found
-
-    def _way_back(self) -> list[list[float]]:
-        """Return by stage and slice the seconds from the start of the first B to the end of B."""
-        rows, stages = self.rows, len(self.rows[0].backward)
-        found = [[0.0] * len(rows) for _ in range(stages)]
-        for s in reversed(range(stages)):
-            for i in reversed(range(len(rows))):
-                later = found[s][i + 1] if i + 1 < len(rows) else 0.0
-                before = found[s + 1][i] + rows[i].backward_hop[s + 1] if s + 1 < stages else 0.0
-                found[s][i] = rows[i].backward[s] + max(later, before)
+                onward = found[s + 1][i] + hops[s] if s + 1 < stages else 0.0
+                found[s][i] = seconds[s] + max(later, onward)
         return found
 
     def arrival(self, stage: int) -> float:

@@ -309,6 +309,32 @@ def test_every_version_has_a_record_of_what_ran() -> None:
             assert date.fromisoformat(row["date"])
 
 
+def test_plans_of_token_slices_are_those_that_were_made() -> None:
+    page = (ROOT / "docs" / "long_context.md").read_text(encoding="utf-8")
+    for case in results("slices_plan.json")["cases"]:
+        found = [case[name] for name in ("sliced", "whole", "megatron_full")]
+        memory = "{:.0f} ({:.1f})"
+        cells = [
+            memory.format(row["tokens_per_second_per_gpu"], row["memory"]["total"] / 2**30)
+            if row
+            else "nothing fits"
+            for row in found
+        ]
+        (line,) = (
+            line
+            for line in page.splitlines()
+            if line.startswith(f"| {case['gpus']}, {case['tokens'] // 1024}k |")
+        )
+        assert [cell.split(",")[0].strip() for cell in line.split("|")[2:5]] == cells
+        for row, cell in zip(found, line.split("|")[2:5], strict=True):
+            assert row is None or row["tensor"] == 8
+            if row and "`" in cell:
+                assert f"`{row['runs']}`" in cell and f"PP{row['pipeline']}" in cell
+                assert ("n=" in cell) == (row["slices"] > 1)
+                assert row["slices"] == 1 or f"n={row['slices']}" in cell
+                assert row["context"] == 1 or f"CP{row['context']}" in cell
+
+
 def test_what_is_said_of_auto_was_measured() -> None:
     found = results("auto_plans.json")
     compared = [row for row in found["rows"] if row["lead"] is not None]

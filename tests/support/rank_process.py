@@ -109,8 +109,8 @@ class Outcome:
 def share_device() -> None:
     """Let all groups of gloo of this process have the same device.
 
-    Each device has a thread that wakes up a hundred times a second; with one for each group, as
-    torch makes them, the groups of a few models would take a tenth of a processor for each rank.
+    torch makes a device for each group, and each has a thread that wakes up a hundred times a
+    second: the groups of a few hundred cases would take all of a processor.
     """
     from torch.distributed import distributed_c10d
 
@@ -118,6 +118,7 @@ def share_device() -> None:
     gloo = c10d.ProcessGroupGloo
     device = gloo.create_default_device()
 
+    # new_group() hands no options on to gloo, and torch asks for groups of this class by isinstance
     class OnOneDevice(gloo):  # type: ignore[misc, valid-type]
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
             options = gloo._Options()

@@ -109,6 +109,26 @@ def test_parallel_groups_do_not_outlive_a_case(ranks: RankPools) -> None:
     assert ranks(2).run(make_parallel_groups) == [0, 1]
 
 
+def threads_of_groups() -> dict[str, int]:
+    """How many threads of gloo's devices and groups this process has."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return {name: names.count(name) for name in ("gloo_tcp_loop", "pt_gloo_runloop")}
+
+
+def threads_of_more_groups() -> dict[str, int]:
+    make_parallel_groups()
+    return threads_of_groups()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="NOT RUN: needs Linux's /proc")
+def test_threads_of_groups_end_with_a_case(ranks: RankPools) -> None:
+    """All groups share one device, and those of an ended case are destroyed; threads end later."""
+    cases = [ranks(2).run(threads_of_more_groups) for _ in range(4)]
+    for first, last in zip(cases[0], cases[-1], strict=True):
+        assert first["gloo_tcp_loop"] == last["gloo_tcp_loop"] == 1
+        assert last["pt_gloo_runloop"] < 2 * first["pt_gloo_runloop"]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_names_its_rank(ranks: RankPools, rank: int) -> None:
     with pytest.raises(RankFailure, match=f"rank {rank}: ValueError: no luck on {rank}") as caught:
