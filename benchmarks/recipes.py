@@ -2,7 +2,7 @@
 """Count the public recipes with a pipeline that run with each schedule.
 
   python benchmarks/recipes.py
-  python benchmarks/recipes.py --schedule v-half --in-the-way
+  python benchmarks/recipes.py --schedule v-zb
 
 data/recipes.csv and data/recipes_other.csv have the settings of the 294 recipes of Megatron-Bridge
 (August 2026) whose pipeline has 2 ranks or more: 175 of pre-training for speed, and the others,
@@ -10,8 +10,8 @@ fine-tuning and LoRA among them, whose adapters and packing are no flags. Each i
 arguments of Megatron-LM and checked as by ``megatron-zb check``, at no size but its parallel
 sizes: the schedule places the layers, so that a recipe's own chunks and layout are left out. The
 vision-language ones are of classes that tests/trainers/test_vision.py trains; nothing is trained
-here. The last line is JSON: how many run with --schedule, and how many recipes each
-setting is in the way of.
+here. The last line is JSON: how many run with --schedule, of all and of those for speed, and how
+many recipes each setting is in the way of.
 """
 
 from __future__ import annotations
@@ -86,6 +86,16 @@ MODELS = {
     "glm5": "--multi-latent-attention --experimental-attention-variant dsa",
     "nemotron_3": "--hybrid-layer-pattern M*ME",
 }
+# Depths of multi-token prediction that a base recipe sets, where no column says them.
+PREDICTED = {
+    "deepseek_v3": 1,
+    "glm5": 1,
+    "glm45_": 1,
+    "qwen3_next": 1,
+    "qwen35_vl": 1,
+    "nemotron_3_super": 2,
+    "nemotron_3_ultra": 2,
+}
 NOT_A_FLAG = {
     "deepseek_v4": "hyper-connections, which no release of Megatron-LM has",
     "step3": "layers that write into the config that all chunks of a rank share",
@@ -112,6 +122,9 @@ def words_of(recipe: Recipe) -> list[str]:
     for model, more in MODELS.items():
         if recipe["recipe"].startswith(model):
             words += more.split()
+    for model, depths in PREDICTED.items():
+        if recipe["recipe"].startswith(model) and not recipe["mtp_num_layers"]:
+            words += ["--mtp-num-layers", str(depths)]
     return [*words, "--num-layers", "64"]
 
 
@@ -153,9 +166,10 @@ def _report(recipe: Recipe, schedule: str) -> checking.CheckReport:
         return checking.check(args, VERSION, build=None)
 
 
-def read() -> list[Recipe]:
+def read(*paths: Path) -> list[Recipe]:
+    """Return the recipes of some files, or all."""
     found = []
-    for path in RECIPES:
+    for path in paths or RECIPES:
         with path.open(encoding="utf-8", newline="") as file:
             found += list(csv.DictReader(file))
     return found
@@ -198,7 +212,10 @@ def main() -> None:
     for (flag, shown_by), count in seen.most_common():
         table.add_row(flag, str(count), shown_by)
     console.print(table)
-    print(json.dumps({"runs": runs, "of": len(recipes), "in_the_way": dict(stopped)}))
+    for_speed = read(RECIPES[0])
+    found = {"runs": runs, "of": len(recipes), "in_the_way": dict(stopped)}
+    found["for_speed"] = [counted(for_speed, arguments.schedule)[0], len(for_speed)]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

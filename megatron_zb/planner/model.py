@@ -148,6 +148,30 @@ class Experts(Section):
         return self
 
 
+class Encoder(Section):
+    """A vision encoder on the first stage, whose attention sees all patches of an image."""
+
+    layers: int = Field(gt=0, le=10_000, description="transformer layers", examples=[27])
+    hidden_size: int = size("width", 1152)
+    attention_heads: int = size("heads", 16)
+    ffn_hidden_size: int = size("inner size of the MLP", 4304)
+    gated_mlp: bool = Field(False, description="SwiGLU, as in Qwen2.5-VL", examples=[True])
+    patches: int = size("patches of an image", 1024)
+    images: int = Field(1, gt=0, le=LARGEST_SIZE, description="images of a sample", examples=[2])
+    merged: int = Field(4, gt=0, le=1024, description="patches that become one token", examples=[4])
+    mergers: int = Field(
+        1, gt=0, le=64, description="MLPs that merge, one more per deepstack layer", examples=[4]
+    )
+    frozen: bool = Field(False, description="runs without a backward pass", examples=[True])
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Encoder:
+        for name, by in (("hidden_size", self.attention_heads), ("patches", self.merged)):
+            if (whole := getattr(self, name)) % by:
+                raise ValueError(f"{name} {whole} cannot be divided by {by}; give a multiple of it")
+        return self
+
+
 class ModelConfig(Section):
     """A decoder-only transformer or hybrid model; sizes in elements."""
 
@@ -205,6 +229,7 @@ class ModelConfig(Section):
     prediction_loss_scale: float = Field(
         0.1, ge=0, lt=1e6, description="weight of their loss", examples=[0.3]
     )
+    encoder: Encoder | None = Field(None, description="vision encoder on the first stage")
 
     @model_validator(mode="after")
     def _divisible(self) -> ModelConfig:
@@ -229,6 +254,11 @@ class ModelConfig(Section):
         if self.prediction_layers and self.rotary is None and not self.kinds:
             raise ValueError(
                 "prediction_layers need rotary positions; give, for example, rotary: {base: 10000}"
+            )
+        if self.encoder is not None and self.image_tokens > self.sequence_length:
+            raise ValueError(
+                f"the images of encoder are {self.image_tokens} tokens, more than sequence_length "
+                f"{self.sequence_length}; give fewer images or patches, or a longer sequence"
             )
         if self.experts is not None and self.experts.dense_layers > self.layers:
             raise ValueError(
@@ -256,6 +286,12 @@ class ModelConfig(Section):
                 "leave them out"
             )
         return self
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of a sample that come from the encoder."""
+        encoder = self.encoder
+        return 0 if encoder is None else encoder.images * encoder.patches // encoder.merged
 
     @property
     def depths(self) -> int:

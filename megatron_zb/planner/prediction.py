@@ -11,6 +11,7 @@ from functools import cached_property
 
 from megatron_zb import schedules
 from megatron_zb.planner.byte_counts import ActivationBytes
+from megatron_zb.planner.encoder import CountedEncoder
 from megatron_zb.planner.operators import model_flops
 from megatron_zb.planner.slices import unrolled
 from megatron_zb.planner.stages import StageWorkload
@@ -290,6 +291,7 @@ class Prediction(PlanRow):
         """
         flops = model_flops(self.load.model, self.tokens, self.load.sequence)
         flops *= 2 / 3 if self.load.frozen else 1
+        flops += CountedEncoder(self.load).flops(self.tokens / self.load.sequence)
         return flops / self.seconds / self.gpus / self.load.rate.peak
 
 

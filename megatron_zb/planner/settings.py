@@ -15,6 +15,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import ActivationBytes, StateBytes
 from megatron_zb.planner.device import DeviceConfig
+from megatron_zb.planner.encoder import CountedEncoder
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.operators import modules_of
 from megatron_zb.planner.prediction import IterationSettings
@@ -57,6 +58,10 @@ class EvenSplit:
         return average_layer(self.load), self.load.output()
 
     @cached_property
+    def _encoder(self) -> CountedEncoder:
+        return CountedEncoder(self.load)
+
+    @cached_property
     def _shard(self) -> PassSeconds:
         shard = CountedShard(self.load)
         return PassSeconds(shard.output + shard.lookup, shard.loss, shard.weight + shard.lookup)
@@ -65,7 +70,7 @@ class EvenSplit:
     def _rank_beside_shard(self) -> PassSeconds:
         pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
         layer = self._parts[0]
-        ends = CountedShard(self.load).looked_up + self.load.prediction()
+        ends = CountedShard(self.load).looked_up + self.load.prediction() + self._encoder.work
         equal = (layer * layers + ends) * (1 / pipeline)
         return max(equal, layer * math.ceil(layers / pipeline - 0.5), key=lambda w: w.total)
 
@@ -76,11 +81,11 @@ class EvenSplit:
             return self._rank_beside_shard + self._shard
         pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
         layer, output = self._parts
-        whole = layer * layers + output + self.load.embedding()
+        whole = layer * layers + output + self.load.embedding() + self._encoder.work
         equal = whole * (1 / pipeline)
         in_layers = math.ceil((layers + output.total / layer.total) / pipeline - 0.5)
         slowest = max(equal, layer * in_layers, key=lambda w: w.total)
-        return max(slowest, output, key=lambda w: w.total)
+        return max(slowest, output, self._encoder.work, key=lambda w: w.total)
 
     def rank_with(self, placement: Placement) -> PassSeconds:
         """Return :attr:`rank` where every stage but the first and the last has a layer at least."""

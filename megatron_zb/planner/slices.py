@@ -38,6 +38,7 @@ def why_not_sliced(model: ModelConfig, *, post_validation: bool, vocabulary: str
     reasons = {
         f"the loss of a router in {model.name} is a mean over whole microbatches": model.experts,
         f"{model.name} is a hybrid model": model.kinds,
+        f"{model.name} has an encoder, whose images are whole": model.encoder,
         f"{model.name} predicts tokens of the next slice": model.prediction_layers,
         f"the masks of dropout in {model.name} are for whole microbatches": model.dropout,
         f"{model.name} stores its scores, which grow with every slice": not model.flash_attention,

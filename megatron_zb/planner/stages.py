@@ -9,6 +9,7 @@ from functools import cached_property
 from megatron_zb.measured.fit import CostModel, Variant
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import ActivationBytes, StateBytes
+from megatron_zb.planner.encoder import CountedEncoder
 from megatron_zb.planner.slices import held_by, prefix
 from megatron_zb.planner.strategy import ScheduleCandidate
 from megatron_zb.planner.vocabulary import CONNECTION, CountedShard, more_connections
@@ -61,6 +62,7 @@ class StageWorkload:
         ]
         shard = self.shard
         out[0] += self.load.embedding() if shard is None else shard.looked_up
+        out[0] += CountedEncoder(self.load).work
         if shard is None:
             out[-1] += self.load.output()
         else:
@@ -84,7 +86,7 @@ class StageWorkload:
             sum((of_kind[model.kind(i)] for i in layers), ActivationBytes())
             for layers in self.layers_of
         ]
-        out[0] += byte_counts.embedding_held(self.load)
+        out[0] += byte_counts.embedding_held(self.load) + CountedEncoder(self.load).held
         if self.shard is None:
             out[-1] += byte_counts.output_held(self.load)
             return tuple(out)
@@ -121,13 +123,14 @@ class StageWorkload:
 
     def _states_of(self, stages: Sequence[int]) -> StateBytes:
         """Return the bytes of stages on one rank, without its shard."""
-        return byte_counts.rank_states(
+        found = byte_counts.rank_states(
             self.load,
             [i for s in stages for i in self.layers_of[s]],
             embedding=0 in stages,
             output=self.placement.num_stages - 1 in stages,
             cut=self.shard is not None,
         )
+        return found + CountedEncoder(self.load).states if 0 in stages else found
 
     def rank_work(self, rank: int) -> PassSeconds:
         """Return the seconds of a microbatch on a pipeline rank; O counts as F, P as B."""
@@ -301,12 +304,12 @@ class CountedCosts(CostModel):
         load, model = self.load, self.load.model
         hides = variant.overlaps_exchange
         shard = CountedShard(load) if variant.cuts_vocabulary else None
-        embedding = (load.embedding() if shard is None else shard.looked_up).total
+        first = load.embedding() if shard is None else shard.looked_up
         output = load.output().total if shard is None else shard.loss + load.prediction().total
         works = {model.kind(i): self._work(i, hides) for i in model.alike(range(model.layers))}
         weights = [works[model.kind(i)] for i in range(model.layers)]
         layer = sum(weights) / model.layers if hides else average_layer(load).total
-        ends = (embedding / layer, output / layer)
+        ends = ((first + CountedEncoder(load).work).total / layer, output / layer)
         if not (model.kinds or hides):
             return layout.choices(model.layers, placement, *ends)
         return layout.weighed(tuple(w / layer for w in weights), placement, *ends)

@@ -220,6 +220,10 @@ class Workload:
         seconds += self.exchange(index) if parts.exchanges else 0.0
         return seconds + self.launches(parts.kernels) + (scores if parts.scores else 0.0)
 
+    def products(self, weights: int) -> PassSeconds:
+        """Return the work of a part with so many weights and nothing between its two products."""
+        return self._weights(weights, parts=1)
+
     def block(self, weights: int, *, attends: bool) -> PassSeconds:
         """Return the work of a dense layer of so many weights; ``attends`` adds the scores."""
         work = self._weights(weights, parts=2) + self._traffic(operators_of(self.model, 0))

@@ -40,3 +40,10 @@ def test_a_recipe_becomes_arguments() -> None:
     assert "--fp8-format e4m3 --fp8-recipe mxfp8" in words
     assert f"--cuda-graph-impl {found[0]['cuda_graph_impl']} " in words
     assert "--num-virtual-stages-per-pipeline-rank" not in words
+
+
+def test_a_recipe_predicts_the_tokens_that_its_base_recipe_asks_for() -> None:
+    for_speed = recipes.read(recipes.RECIPES[0])
+    found = [" ".join(recipes.words_of(r)) for r in for_speed if "deepseek_v3" in r["recipe"]]
+    assert len(found) == 36
+    assert all("--mtp-num-layers 1 " in words for words in found)
