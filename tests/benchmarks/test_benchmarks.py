@@ -213,6 +213,7 @@ def test_a_rank_finds_its_own_tensors() -> None:
     assert after["threads"] >= 1
 
 
+@pytest.mark.full
 def test_sleeping_stages_exchange_in_pairs_and_without() -> None:
     names = ["interleaved"]
     sizes = "--ranks 2 --microbatches 4 --repetitions 2 --milliseconds 8 8 8 --exchange 0.5"

@@ -165,6 +165,7 @@ def test_what_hangs_is_killed_with_its_processes_and_the_next_one_runs(
     assert ends(found["hangs"]["found"]["child"])
 
 
+@pytest.mark.full
 def test_who_is_terminated_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +421,7 @@ def test_the_check_of_gpus_runs_on_a_cpu(tmp_path: Path) -> None:
     assert platform.node() not in text
 
 
+@pytest.mark.full
 def test_a_measurement_has_its_environment_and_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -656,6 +658,7 @@ def test_messages_through_the_host_keep_their_order(ranks: RankPools) -> None:
     assert ranks(2).run(exchanged) == [([10.0, 11.0, 12.0], 3), ([0.0, 1.0, 2.0], 3)]
 
 
+@pytest.mark.full
 def test_graphs_are_not_captured_on_a_cpu_but_the_steps_are_run() -> None:
     sizes = "--hidden 32 --heads 4 --ffn-hidden 48 --seq-length 16 --micro-batch-size 1 --layers 4"
     script = str(BENCHMARKS / "gpu" / "graphs.py")
@@ -716,6 +719,7 @@ def test_masks_are_drawn_again_on_a_cpu_too() -> None:
         "--experts 4 --schedules v-half",
     ],
 )
+@pytest.mark.full
 def test_trainings_with_dropout_and_experts_are_compared(
     more: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -182,7 +182,9 @@ def test_a_provider_of_megatron_bridges_shape_trains_as_with_megatrons_schedule(
         assert same(found[1], weights), name
 
 
-@pytest.mark.parametrize("state", ["pipeline_recompute", "pipeline_offload"])
+@pytest.mark.parametrize(
+    "state", ["pipeline_recompute", pytest.param("pipeline_offload", marks=FULL)]
+)
 def test_a_provider_trains_with_states_as_with_megatrons_schedule(
     ranks: RankPools, state: str
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import sizes
 import torch
 import torch.distributed as dist
 from found_on_ranks import same, whole
@@ -96,9 +97,9 @@ def assert_equal_to_megatrons(found: list[tuple[Run, Run]]) -> None:
     [
         pytest.param(4, 2, "v-half", {}, marks=pytest.mark.full),
         pytest.param(4, 2, "v-half", {"overlap": True}, marks=pytest.mark.full),
-        (4, 2, "v-zb", {"overlap": True}),
+        pytest.param(4, 2, "v-zb", {"overlap": True}, marks=pytest.mark.full),
         (4, 2, "v-zb", {"experts": 2, "gives_shapes": True}),
-        (4, 4, "v-zb", {"gives_shapes": True}),
+        pytest.param(4, 4, "v-zb", {"gives_shapes": True}, marks=pytest.mark.full),
         pytest.param(2, 2, "zb-h1", {"tied": True}, marks=pytest.mark.full),
         pytest.param(2, 2, "v-half", {"tied": True}, marks=pytest.mark.full),
         (2, 2, "1f1b-v", {"gives_shapes": True}),
@@ -144,6 +145,7 @@ def with_and_without_shapes(settings: Settings) -> tuple[Run, Run]:
     return without, trained(args, settings, gives_shapes=True, scores=False)
 
 
+@pytest.mark.full
 def test_a_vocabulary_that_is_cut_needs_no_shapes_either(ranks: RankPools) -> None:
     settings = Settings(pipeline_schedule="v-half", num_microbatches=8, pipeline_vocabulary="on")
     for without, shaped in ranks(2).run(with_and_without_shapes, settings=settings):
@@ -193,7 +195,7 @@ def read_ahead_beside_megatrons(
 
 @pytest.mark.parametrize(
     ("p", "name", "reads_at_ends", "biased"),
-    [(2, "v-half", True, False), (4, "zb-h1", False, True)],
+    sizes.first(1, [(2, "v-half", True, False), (4, "zb-h1", False, True)]),
 )
 def test_steps_that_are_read_ahead_keep_the_order_of_results(
     ranks: RankPools, p: int, name: str, reads_at_ends: bool, biased: bool
@@ -283,6 +285,7 @@ def profiled_in_planned_steps(path: Path) -> tuple[list[int], AttentionWork, Att
         return order, counted, current.attention
 
 
+@pytest.mark.full
 def test_planned_steps_are_profiled_and_then_planned_by_it(
     ranks: RankPools, tmp_path: Path
 ) -> None:

@@ -51,7 +51,8 @@ def test_a_loop_of_ones_own_trains_alike_under_every_schedule(of_torchrun: bool)
     assert losses_of("1f1b") == losses
 
 
-@pytest.mark.parametrize("of_torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("of_torchrun", [False, True])
 def test_a_trainer_for_reinforcement_learning_learns_alike_under_every_schedule(
     of_torchrun: bool,
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import sizes
 import torch
 from gpt_cases import (
     GPTCase,
@@ -155,7 +156,7 @@ def test_replicas_may_finish_their_chunks_in_other_orders(ranks: RankPools, over
     assert ranks(4).run(differences_of_replicas, case=case, tables=tables) == [[]] * 4
 
 
-@settings(max_examples=200)
+@settings(max_examples=200 if sizes.IS_FULL else 50)
 @given(data=st.data())
 def test_any_lengths_start_the_reductions_in_one_order(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["v-half", "v-zb", "1f1b-v", "zb-h1", "interleaved"]))

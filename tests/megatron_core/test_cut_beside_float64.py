@@ -23,7 +23,7 @@ from ranks import RankPools
 M, SAMPLES = 4, 16
 MOST = 1.2
 FULL = pytest.mark.full
-USUAL = [(2, 1, False, "float32"), (2, 1, True, "bfloat16"), (2, 1, False, "float16")]
+USUAL = [(2, 1, True, "float32")]
 SIZES = [
     pytest.param(*sizes, marks=() if sizes in USUAL else FULL)
     for sizes in product((2, 4), (1, 2), (False, True), ("float32", "bfloat16", "float16"))
@@ -73,7 +73,7 @@ def distance(some: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize(
     ("schedule", "tied", "dtype", "depths"),
     [
-        pytest.param(*of, marks=() if of == ("v-half", True, "float32", 2) else FULL)
+        pytest.param(*of, marks=FULL)
         for of in product(("v-half", "zb-h1"), (True, False), ("float32", "bfloat16"), (1, 2))
     ],
 )
@@ -96,7 +96,7 @@ def test_losses_and_gradients_are_as_near_to_float64_as_stocks(
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=FULL)])
 @pytest.mark.parametrize(
-    "slices", ["8", pytest.param("2", marks=FULL), pytest.param("4", marks=FULL)]
+    "slices", ["2", pytest.param("4", marks=FULL), pytest.param("8", marks=FULL)]
 )
 def test_so_are_they_on_token_slices(ranks: RankPools, slices: str, dtype: str) -> None:
     case = GPTCase(layers=4, dtype=dtype, rotary=True, options=(("num_query_groups", 2),))

@@ -104,10 +104,7 @@ OPTIMIZERS = {
 }
 
 
-QUICK = [
-    ("tied", "stock-shards-stock"),
-    ("distributed-bf16", "four-shards-two-shards-stock"),
-]
+QUICK = [("distributed-bf16", "four-shards-two-shards-stock")]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ ON_REQUEST = (
     "bf16",
     "tied-bf16",
     "bf16-data-parallel",
+    "tied-rotary-sequence-parallel",
+    "tied-data-parallel",
 )
 # Of the largest number. The sum of the exponentials is formed in another order.
 TOLERANCE = 2e-6

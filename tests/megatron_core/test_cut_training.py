@@ -23,6 +23,7 @@ def trained(job: Job, contenders: list[Contender]) -> list[dict[str, Any]]:
         return [asdict(vocabulary_training.trained(job, one)) for one in contenders]
 
 
+@pytest.mark.full
 def test_it_learns_as_megatrons_and_shares_out_memory(ranks: RankPools) -> None:
     contenders = [Contender(None), Contender("v-half"), Contender("v-half", cut=True)]
     results = ranks(JOB.ranks).run(trained, job=JOB, contenders=contenders, timeout=300.0)

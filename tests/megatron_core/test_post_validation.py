@@ -79,6 +79,7 @@ PARALLEL = {
     "distributed-optimizer-fp32": replace(FP32, data_parallel=2, distributed_optimizer=True),
     "tied": replace(FP16, tied=True),
 }
+FURTHER = ("data-parallel", "distributed-optimizer", "distributed-optimizer-fp32", "tied")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ PARALLEL = {
     [
         (FP32, "1f1b", 2),
         pytest.param(BF16, "v-half", 2, marks=FULL),
-        (BF16, "zb-h1", 4),
+        pytest.param(BF16, "zb-h1", 4, marks=FULL),
         (FP16, "v-half", 4),
         pytest.param(FP16, "zb-h1", 2, marks=FULL),
     ],
@@ -117,7 +118,9 @@ def check_mended(found: list[tuple[Run, Run]], clip: float) -> None:
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        *((name, "v-half") for name in PARALLEL),
+        ("tensor-parallel", "v-half"),
+        ("distributed-optimizer-overlapped", "v-half"),
+        *(pytest.param(name, "v-half", marks=FULL) for name in FURTHER),
         pytest.param("tied", "zb-h1", marks=FULL),
         pytest.param("tensor-parallel", "zb-h1", marks=pytest.mark.full),
     ],

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import gpt_cases
 import pytest
+import sizes
 from adapters import scheduled
 from brief_searches import briefly
 from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
@@ -48,7 +49,7 @@ def losses(adapter: PipelineAdapter, chunks: list[object]) -> list[float]:
     return [float(record["lm loss"]) for record in records]
 
 
-@pytest.mark.parametrize(("drop", "move"), [(0.5, 0.3), (1.0, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize(("drop", "move"), sizes.first(1, [(0.5, 0.3), (1.0, 0.0), (0.0, 1.0)]))
 def test_the_bytes_are_those_of_a_run_that_keeps_all(
     ranks: RankPools, tmp_path: Path, drop: float, move: float
 ) -> None:
@@ -104,6 +105,7 @@ def replanned(
     return orders, costs, seen
 
 
+@pytest.mark.full
 def test_auto_goes_on_with_states_for_measured_costs(ranks: RankPools) -> None:
     for orders, costs, seen in ranks(2).run(replanned, memory=Limit(0.4), host=None):
         assert all(a == b for a, b in pairwise(seen))
@@ -117,6 +119,7 @@ def test_auto_goes_on_with_states_for_measured_costs(ranks: RankPools) -> None:
         assert after <= before * (1 + 1e-9)
 
 
+@pytest.mark.full
 def test_limits_in_bytes_are_kept_in_bytes_once_these_are_measured(ranks: RankPools) -> None:
     """The order for assumed costs is of another limit, which has no order for measured ones."""
     host = Limit(0.3, 250_000.0)

@@ -228,7 +228,7 @@ def test_an_encoder_counts_as_a_part_of_the_embedding(ranks: RankPools, tmp_path
     "case",
     [
         GPTCase(),
-        GPTCase(data_parallel=2, overlap_grad_reduce=True),
+        pytest.param(GPTCase(data_parallel=2, overlap_grad_reduce=True), marks=pytest.mark.full),
         pytest.param(GPTCase(tensor_parallel=2), marks=pytest.mark.full),
     ],
     ids=["pipeline", "data-parallel", "tensor-parallel"],
@@ -379,6 +379,7 @@ def train_by_made_up_seconds(schedule: str, **more: Any) -> Seen:
         return train(EXCHANGING, schedule, m=4, **more)
 
 
+@pytest.mark.full
 def test_the_profile_of_a_run_with_pairs(ranks: RankPools, tmp_path: Path) -> None:
     """Its schedule is built anew for the seconds that pairs hide; training does not change."""
     path, pool, profiling = tmp_path / "profile.yaml", ranks(4), ITERATIONS + PAIRED

@@ -165,7 +165,9 @@ def test_what_is_recomputed_is_drawn_once_more(ranks: RankPools, options: Any) -
         check_equal(gathered(ranks, 2, replace(DROPOUT, options=options), name), reference)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize(
+    "sequence", [pytest.param(False, marks=pytest.mark.full), True], ids=["tensor", "sequence"]
+)
 def test_tensor_parallel_ranks_draw_the_same_under_every_schedule(
     ranks: RankPools, sequence: bool
 ) -> None:
@@ -182,6 +184,7 @@ def test_tensor_parallel_ranks_draw_the_same_under_every_schedule(
     assert reference.weights[f"{name} 0"] != reference.weights[f"{name} 1"]
 
 
+@pytest.mark.full
 def test_experts_draw_the_same_under_every_schedule(ranks: RankPools) -> None:
     reference = gathered(ranks, 2, EXPERTS, "1f1b")
     check_equal(gathered(ranks, 2, EXPERTS, "v-half"), reference)

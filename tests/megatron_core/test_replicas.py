@@ -89,7 +89,7 @@ def losses(case: GPTCase, schedules: list[str | None], folder: Path) -> list[lis
     return found
 
 
-QUICK = ("tied", "prediction", "distributed-buckets")
+QUICK = ("distributed-buckets",)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import sizes
 import torch
 from gpt_cases import GPTCase, built, differences, forward_backward, microbatches, run
 from ranks import RankPool, RankPools
@@ -81,9 +82,7 @@ def hides_a_use(case: GPTCase) -> bool:
     return not changes.isdisjoint(WITH_REENTRY) and not changes.isdisjoint(uses)
 
 
-@pytest.mark.parametrize(
-    "number", [*range(15), *(pytest.param(n, marks=pytest.mark.full) for n in range(15, 60))]
-)
+@pytest.mark.parametrize("number", sizes.first(10, range(60)))
 def test_mixtures_equal_megatrons(ranks: RankPools, number: int) -> None:
     case, schedule = drawn(number)
     expected = set().union(*(CHANGES[name][1] for name in (*case.changes, *case.late_changes)))

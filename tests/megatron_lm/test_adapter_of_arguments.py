@@ -360,6 +360,7 @@ def test_activations_move_under_a_limit_where_that_is_faster() -> None:
     assert "; a copy counts as " in adapter.describe()
 
 
+@pytest.mark.full
 def test_the_host_has_a_limit() -> None:
     flags = "--pipeline-schedule v-half --pipeline-memory-limit 0.4 --pipeline-offload auto"
     free = adapter_of(parsed(flags))

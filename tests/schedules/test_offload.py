@@ -9,6 +9,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import sizes
 from hypothesis import strategies as st
 
 from megatron_zb import schedules
@@ -137,6 +138,7 @@ def test_copies_are_cut_with_the_stages_and_grow_with_the_microbatch() -> None:
     assert not costs.with_all_kept().for_placement(wave(2, 2)).has_states
 
 
+@pytest.mark.full
 def test_states_split_the_pairs_of_a_published_order() -> None:
     """R, D and H stand between an F and its B, and a pair has nothing to hide here."""
     costs = costs_of(2, 0.3).with_recomputation(kept_input=0.05)
@@ -218,6 +220,7 @@ def test_auto_moves_where_memory_is_short_and_is_never_slower_for_it(brief_searc
     assert simulate(moves, costs).makespan <= simulate(kept, costs).makespan * (1 + 1e-9)
 
 
+@pytest.mark.full
 def test_where_copies_take_long_some_units_are_dropped_instead(brief_searches: None) -> None:
     """In one order; no slower than what may only move, or only drop."""
     sizes: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 12, "memory_limit": 0.3}
@@ -247,7 +250,8 @@ def test_a_share_of_the_units_of_each_stage_is_dropped(share: float, count: int)
 
 
 @pytest.mark.parametrize(
-    ("name", "p", "smallest"), [("v-half", 2, 0.25), ("v-min", 4, 0.125), ("auto", 2, 0.125)]
+    ("name", "p", "smallest"),
+    sizes.first(1, [("v-half", 2, 0.25), ("v-min", 4, 0.125), ("auto", 2, 0.125)]),
 )
 def test_limits_are_served_down_to_one_activation(
     brief_searches: None, name: str, p: int, smallest: float

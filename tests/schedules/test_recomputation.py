@@ -150,7 +150,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
 
 
 @hypothesis.given(problems())
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=40 if sizes.IS_FULL else 10, deadline=None)
 def test_every_search_keeps_rules_limit_and_bound(found: tuple[Problem, Costs]) -> None:
     problem, costs = found
     bound = lower_bound(problem.placement, problem.num_microbatches, problem.costs, problem.limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,7 +163,7 @@ def test_a_page_refuses_uneven_microbatches() -> None:
         html_drawing.costs(table)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 if sizes.IS_FULL else 15)
 @given(
     name=st.sampled_from(["zb-h1", "v-min", "v-half", "v-zb", "1f1b-v", "zb-2p"]),
     p=st.integers(2, 4),

@@ -35,12 +35,21 @@ def one_of_each_shape(names: list[str]) -> list[Any]:
     ]
 
 
-def every_value(*axes: Sequence[Any]) -> list[Any]:
+def first(count: int, values: Sequence[Any]) -> list[Any]:
+    """All values, of which the ordinary run tries the first ones; the others are marked full."""
+    others = [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.full)
+        for value in values[count:]
+    ]
+    return [*values[:count], *others]
+
+
+def every_value(*axes: Sequence[Any], most: int | None = None) -> list[Any]:
     """All combinations, of which the ordinary run tries so many that each value occurs.
 
-    The others are marked full.
+    It tries ``most`` of them at most. The others are marked full.
     """
-    most = max(map(len, axes))
+    most = max(map(len, axes)) if most is None else most
     ordinary = {tuple(i % len(axis) for axis in axes) for i in range(most)}
     places = product(*(range(len(axis)) for axis in axes))
     return [

@@ -81,6 +81,7 @@ def test_a_change_is_made_where_it_stands_and_nowhere_else() -> None:
         assert ast.dump(tree) != ast.dump(ast.parse(SOURCE))
 
 
+@pytest.mark.full
 def test_a_seed_draws_the_same_and_another_seed_others(tree: Path) -> None:
     drawn = {seed: set(map(str, mutants.draw(CHECKOUT, 30, seed))) for seed in ("a", "b")}
     assert len(drawn["a"]) == 30

@@ -241,6 +241,7 @@ def test_dropout_is_that_of_every_other_schedule(corpus: str, tmp_path: Path) ->
         assert stock.by_iteration(key) != whole.by_iteration(key)
 
 
+@pytest.mark.full
 def test_tensor_parallel_ranks_continue_with_their_random_states(
     corpus: str, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ _OUTSIDE = ("/sanitizer/", "/torch/", "contextlib", "<")
 _ADDRESSES_KEPT = 500
 
 Clock = dict[int, int]
+Frames = tuple[tuple[CodeType, int], ...]
 """The number of the latest kernel of each stream that has happened."""
 
 
@@ -57,7 +58,7 @@ class Access:
     start: int
     end: int
     writes: bool
-    frames: tuple[tuple[CodeType, int], ...]
+    frames: Frames
 
     def overlaps(self, other: Access) -> bool:
         return self.start < other.end and other.start < self.end
@@ -199,7 +200,7 @@ class Order:
         if len(self._storages) % _ADDRESSES_KEPT == 0:
             self._forget_gone()
         clock = self._clocks[self.current]
-        access = self._access(Bytes(key, 0, nbytes), "allocation", writes=True)
+        access = self._access(Bytes(key, 0, nbytes), "allocation", _frames(), writes=True)
         for freed in self._freed.pop(self.current, []):
             if not self._has_happened(freed, clock):
                 self._report("use after free", freed, access)
@@ -236,9 +237,10 @@ class Order:
         _join(clock, self._host)
         self.kernels += 1
         clock[stream] = self.kernels
+        frames = _frames()
         with self.on(stream):
-            accesses = [(b.key, self._access(b, what, writes=False)) for b in reads]
-            accesses += [(b.key, self._access(b, what, writes=True)) for b in writes]
+            accesses = [(b.key, self._access(b, what, frames, writes=False)) for b in reads]
+            accesses += [(b.key, self._access(b, what, frames, writes=True)) for b in writes]
         for key, access in accesses:
             storage = self._storages[key]
             for other in storage.accesses:
@@ -253,10 +255,10 @@ class Order:
             return False
         return not self._has_happened(other, clock)
 
-    def _access(self, where: Bytes, what: str, *, writes: bool) -> Access:
+    def _access(self, where: Bytes, what: str, frames: Frames, *, writes: bool) -> Access:
         number = self._clocks[self.current].get(self.current, 0)
         span = where.start, where.end
-        return Access(self.current, number, what, self.label, *span, writes, _frames())
+        return Access(self.current, number, what, self.label, *span, writes, frames)
 
     def _report(self, kind: str, first: Access, second: Access) -> None:
         if self.is_tracking:
@@ -276,7 +278,7 @@ def _join(clock: Clock, other: Clock) -> None:
 _IS_OUTSIDE: dict[CodeType, bool] = {}
 
 
-def _frames() -> tuple[tuple[CodeType, int], ...]:
+def _frames() -> Frames:
     """Return the innermost functions that are not torch's nor of the sanitizer."""
     frame: FrameType | None = sys._getframe(1)
     found: list[tuple[CodeType, int]] = []
