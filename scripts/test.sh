@@ -160,8 +160,10 @@ fi
 if [[ -n $quick ]]; then
     arguments=("${QUICK[@]}" ${arguments[@]+"${arguments[@]}"})
 elif [[ -z ${arguments[*]-} || ${arguments[*]} == --full ]]; then
-    # everything: a file to each of several workers, which do not wait for each other
-    arguments+=(-n auto --maxprocesses 8 --dist loadfile)
+    # everything: a file to each of several workers, which do not wait for each other; one more than there are cores,
+    # for those whose ranks wait
+    workers=$(($(getconf _NPROCESSORS_ONLN) + 1))
+    arguments+=(-n $((workers < 8 ? workers : 8)) --dist loadfile)
 fi
 if [[ -n $faults ]]; then
     export MEGATRON_ZB_FAULTS=$PWD/faults.jsonl
