@@ -128,7 +128,7 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, cut: bool)
     if not cut:
         return costs
     costs = ends.cutting.costs(
-        costs, layer, products=2 * output, weight=output, embedding=3 * embedding
+        costs, layer, products=2 * output, weight=output, embedding=3 * embedding, held=0.0
     )
     return costs.with_prediction() if ends.kept else costs
 

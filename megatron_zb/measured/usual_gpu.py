@@ -68,7 +68,7 @@ class Cutting:
         products: float,
         weight: float,
         embedding: float,
-        held: float = 0.0,
+        held: float,
     ) -> Costs:
         """Return the costs with a cut output layer and a cut embedding.
 

@@ -38,6 +38,7 @@ from megatron_zb.planner.stages import StageWorkload, cut_into_stages
 from megatron_zb.planner.strategy import (
     MEGATRON_CONTEXT,
     MEGATRON_FULL,
+    MEGATRON_OWN,
     Choices,
     ScheduleCandidate,
     candidates_of,
@@ -166,6 +167,7 @@ def test_slices_are_proposed_where_few_microbatches_do_not_fit() -> None:
     found = plan(16.5)
     first, rows = found.ranked[0], {row.candidate: row for row in found.ranked}
     assert first.candidate.endswith(" sliced")
+    assert all(row.megatron == name.startswith("Megatron") for name, row in rows.items())
     assert first.memory.total <= 16.5 * GIB
     assert rows[MEGATRON_FULL].load.strategy.recompute == "full"
     assert rows[MEGATRON_FULL].tokens_per_gpu < first.tokens_per_gpu
@@ -174,6 +176,13 @@ def test_slices_are_proposed_where_few_microbatches_do_not_fit() -> None:
     said = as_json(found)
     assert len(said["ranked"][0]["slice_tokens"]) == said["ranked"][0]["slices"] > 1
     assert f"with --pipeline-slices {first.slicing}" in said["recommendation"]
+
+
+def test_rows_of_megatrons_remedies_are_megatrons() -> None:
+    names = [one.name for one in with_slices(candidates_of(["v-half"]), [4], named=True)]
+    assert {name in MEGATRON_OWN for name in names if name.startswith("Megatron")} == {True}
+    assert {MEGATRON_CONTEXT, MEGATRON_FULL, "v-half sliced"} <= {*names}
+    assert "v-half sliced" not in MEGATRON_OWN
 
 
 def test_training_takes_the_flags_of_a_plan() -> None:
