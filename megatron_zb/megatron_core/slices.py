@@ -23,8 +23,10 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.sliced_routers import WholeRouting, has_losses
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, activation_shape, device
 from megatron_zb.schedules.slices import Slicing, slicing_of
@@ -50,10 +52,13 @@ class Cut:
         return self.unit // self.slices
 
     @property
+    def slice(self) -> int:
+        return self.unit % self.slices
+
+    @property
     def tokens(self) -> tuple[int, int]:
         """Return where the slice starts and ends in its sequence."""
-        i = self.unit % self.slices
-        return self.borders[i], self.borders[i + 1]
+        return self.borders[self.slice], self.borders[self.slice + 1]
 
 
 class SlicesPart(StepPart):
@@ -71,7 +76,7 @@ class SlicesPart(StepPart):
     ) -> None:
         self.slicing, self.reading = slicing, reading
         self._cuts: list[Cut] = []
-        self._prefixes: list[Prefix] = []
+        self._layers: list[Prefix | WholeRouting] = []
         self._readers: list[SlicedReading | None] = []
 
     fact = "is_sliced"
@@ -90,7 +95,9 @@ class SlicesPart(StepPart):
                 )
             for module in chunk.modules():
                 if hasattr(module, "self_attention"):
-                    self._prefixes.append(Prefix(cut, module.self_attention))
+                    self._layers.append(Prefix(cut, module.self_attention))
+                if isinstance(module, TopKRouter) and has_losses(module):
+                    self._layers.append(WholeRouting(cut, module))
                 if isinstance(module, RotaryEmbedding):
                     module.forward = partial(_rotated, cut, module.forward)
 
@@ -128,8 +135,8 @@ class SlicesPart(StepPart):
         return found
 
     def after_step(self, step: Step) -> None:
-        for prefix in self._prefixes:
-            prefix.kept.clear()
+        for layer in self._layers:
+            layer.kept.clear()
         if all(isinstance(record, Record) for record in step.forward_data_store):
             whole = _joined_records(step.forward_data_store, self.slicing.slices)
             step.forward_data_store[:] = whole
