@@ -32,7 +32,8 @@ def case(more: dict[str, Any] | None = None, **fields: Any) -> GPTCase:
         "moe_token_dispatcher_type": "alltoall",
         "add_bias_linear": False,
     }
-    return GPTCase(layers=4, exact=True, options=tuple({**options, **(more or {})}.items()), **fields)
+    options |= more or {}
+    return GPTCase(layers=4, exact=True, options=tuple(options.items()), **fields)
 
 
 RECOMPUTED = {
@@ -93,10 +94,14 @@ SCHEDULES = ("v-half", "v-zb", "zb-h1", "1f1b", "interleaved")
 
 
 def outcome(case: GPTCase, name: str | None) -> dict[str, torch.Tensor]:
-    """Losses, gradients, and what routers have counted and logged, in two steps of this pipeline."""
-    with versions.losses_logged_apart(), briefly(), gpt_cases.built(case, name, M) as (
-        adapter,
-        chunks,
+    """Losses, gradients, and what routers have counted and logged, of all ranks in two steps."""
+    with (
+        versions.losses_logged_apart(),
+        briefly(),
+        gpt_cases.built(case, name, M) as (
+            adapter,
+            chunks,
+        ),
     ):
         function = adapter.forward_backward_func if adapter else get_forward_backward_func()
         for step in range(2):
@@ -134,5 +139,4 @@ def distances(case: GPTCase, name: str, slices: str) -> dict[str, float]:
 def test_experts_are_as_in_whole_microbatches(ranks: RankPools, what: str, name: str) -> None:
     size = 2 * CASES[what].tensor_parallel * CASES[what].data_parallel
     for found in ranks(size).run(distances, case=CASES[what], name=name, slices="4"):
-        print(max(found.values()), sorted(found)[:5], len(found))
         assert {key: off for key, off in found.items() if not off < 1e-12} == {}

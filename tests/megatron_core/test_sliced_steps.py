@@ -34,6 +34,17 @@ CASES = {
     ),
     "latent attention": replace(PLAIN, options=_LATENT),
     "sequence parallelism": replace(PLAIN, tensor_parallel=2, sequence_parallel=True),
+    "documents by a mask": replace(PLAIN, documents="mask", rotary=True),
+    "packed documents, grouped queries, recomputation": replace(
+        PLAIN,
+        documents="ends",
+        tensor_parallel=2,
+        options=(
+            ("num_query_groups", 2),
+            ("recompute_granularity", "selective"),
+            ("recompute_modules", ("core_attn",)),
+        ),
+    ),
     "overlapped reduction": replace(PLAIN, data_parallel=2, overlap_grad_reduce=True),
 }
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto")
