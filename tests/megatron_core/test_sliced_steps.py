@@ -11,6 +11,9 @@ from gpt_cases import GPTCase, Outcome, run
 from ranks import RankPools
 from sizes import every_value
 
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.sliced_documents import starts_of
+
 MICROBATCHES = 3
 PLAIN = GPTCase(layers=4, exact=True)
 CASES = {
@@ -83,6 +86,19 @@ def test_an_evaluation_and_unequal_slices(ranks: RankPools, slices: str) -> None
             distance, case=PLAIN, name="v-half", slices=slices, forward_only=forward_only
         )
         assert max(found) < 1e-12
+
+
+def test_documents_start_where_the_data_ends_them() -> None:
+    ends = torch.tensor([[0, 3, 5, 8, 8], [0, 7, 7, 7, 7]], dtype=torch.int32)
+    found = [[0, 0, 0, 3, 3, 5, 5, 5], [0, 0, 0, 0, 0, 0, 0, 7]]
+    assert starts_of({"cu_seqlens": ends}, 8).tolist() == found
+    padded = {"cu_seqlens": torch.tensor([[0, 2, 4]]), "cu_seqlens_padded": ends[:1]}
+    assert starts_of(padded, 8).tolist() == found[:1]
+    starts = torch.tensor(found)
+    within = (torch.arange(8) >= starts[..., None]) & torch.ones(8, 8).tril().bool()
+    assert starts_of({"attention_mask": ~within[:, None]}, 8).tolist() == found
+    with pytest.raises(UsageError, match="neither cu_seqlens nor attention_mask"):
+        starts_of({"tokens": ends}, 8)
 
 
 def outcomes(case: GPTCase, name: str) -> Outcome:

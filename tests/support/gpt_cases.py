@@ -66,8 +66,8 @@ class GPTCase:
     LLaVAModel reads on its first stage; its language model is the GPT.
     With ``vocabulary``, our output layer is cut along the vocabulary over all pipeline ranks.
     With ``slices``, our microbatches are cut along the sequence, as ``--pipeline-slices`` has it.
-    With ``documents``, attention keeps to those of a sample. Stock has a mask; with ``slices``, ours
-    finds them in a "mask" or in "ends" of packed sequences, whose positions start at 0.
+    With ``documents``, attention keeps to those of a sample. Stock has a mask; with ``slices``,
+    ours finds them in a "mask" or in "ends" of packed sequences, whose positions start at 0.
     With ``exact``, stock has the weights that the type gives, and computes in 64 bits with them.
     With ``exchange_overlaps``, ours may run a forward and a backward in one pass.
     ``changes`` are those of a user to the model that is built, ``late_changes`` those to the model
