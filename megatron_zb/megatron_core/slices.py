@@ -413,7 +413,8 @@ class SlicedReading:
         if self._has_documents:
             self.starts[number] = starts_of(microbatch, self.borders[-1])
         # attention is causal, whatever mask comes along
-        left_out = OF_DOCUMENTS if self._has_documents else {"attention_mask"}
+        left_out = {"attention_mask", "dataset_id"}  # the latter of a blend of data sets
+        left_out |= OF_DOCUMENTS if self._has_documents else set()
         found = {n: t for n, t in microbatch.items() if n not in left_out and t is not None}
         for name, tensor in found.items():
             if getattr(tensor, "ndim", 0) != 2 or tensor.shape[1] != self.borders[-1]:

@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from brief_searches import briefly
 from gpt_cases import GPTCase
-from megatron.core.parallel_state import get_pipeline_model_parallel_group
+from megatron.core.parallel_state import (
+    get_pipeline_model_parallel_group,
+    get_tensor_model_parallel_group,
+)
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 from ranks import RankPools
@@ -115,6 +118,8 @@ def outcome(case: GPTCase, name: str | None) -> dict[str, torch.Tensor]:
             counted = router.named_buffers(prefix=f"router {router.layer_number}")
             found |= {name: buffer.clone() for name, buffer in counted}
         logged = {name: entry["values"] for name, entry in versions.expert_metrics().items()}
+    for values in logged.values():  # of the tokens of a rank
+        dist.all_reduce(values, group=get_tensor_model_parallel_group())
     everyone: list[Any] = [None] * (group := get_pipeline_model_parallel_group()).size()
     dist.all_gather_object(everyone, (found, logged), group=group)
     for of_rank, of_routers in everyone:

@@ -13,6 +13,7 @@ from sizes import every_value
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.sliced_documents import starts_of
+from megatron_zb.megatron_core.slices import SlicedReading
 
 MICROBATCHES = 3
 PLAIN = GPTCase(layers=4, exact=True)
@@ -99,6 +100,16 @@ def test_documents_start_where_the_data_ends_them() -> None:
     assert starts_of({"attention_mask": ~within[:, None]}, 8).tolist() == found
     with pytest.raises(UsageError, match="neither cu_seqlens nor attention_mask"):
         starts_of({"tokens": ends}, 8)
+
+
+def test_samples_of_a_blend_are_cut() -> None:
+    tokens = torch.arange(16).view(2, 8)
+    whole = [{"tokens": tokens, "dataset_id": torch.tensor([0, 1])}]
+    cut = [*SlicedReading(iter(whole), (0, 6, 8))]
+    assert [one.keys() for one in cut] == [{"tokens"}] * 2
+    assert torch.equal(torch.cat([one["tokens"] for one in cut], dim=1), tokens)
+    with pytest.raises(UsageError, match="cu_seqlens of a microbatch has no axis of 8 tokens"):
+        next(SlicedReading(iter([{"cu_seqlens": tokens[:, :3]}]), (0, 6, 8)))
 
 
 def outcomes(case: GPTCase, name: str) -> Outcome:
