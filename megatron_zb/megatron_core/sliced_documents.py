@@ -1,6 +1,6 @@
-"""Documents on token slices: attention within each document of a sample only.
+"""The slice that a chunk works on, and documents, within which attention stays.
 
-Megatron has them as a mask of whole sequences, or as the ends of packed sequences. A slice needs
+Megatron has documents as a mask of whole sequences, or as the ends of packed sequences. A slice needs
 less: where the document of each of its tokens starts. Attention then runs for one document at a
 time, and the first one may begin in an earlier slice. No mask of whole sequences is kept, and no
 kernel for packed sequences is needed.
@@ -9,6 +9,7 @@ kernel for packed sequences is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -106,3 +107,31 @@ class Documents:
             keys, values = (x[:, row : row + 1].split(reach)[1:] for x in (key, value))
             outputs.append(torch.cat(list(map(one, queries, keys, values))))
         return torch.cat(outputs, dim=1)
+
+
+@dataclass
+class Cut:
+    """Borders of the slices in tokens, and the slice that a chunk works on."""
+
+    borders: tuple[int, ...]
+    unit: int = 0
+    forward_only: bool = False
+    documents: Documents | None = None
+    """Those to which attention keeps, if any."""
+
+    @property
+    def slices(self) -> int:
+        return len(self.borders) - 1
+
+    @property
+    def microbatch(self) -> int:
+        return self.unit // self.slices
+
+    @property
+    def slice(self) -> int:
+        return self.unit % self.slices
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Return where the slice starts and ends in its sequence."""
+        return self.borders[self.slice], self.borders[self.slice + 1]

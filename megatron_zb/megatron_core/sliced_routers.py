@@ -12,24 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-
-class Cut(Protocol):
-    """The slice on which a chunk works, see ``slices.Cut``."""
-
-    forward_only: bool
-
-    @property
-    def slices(self) -> int: ...
-
-    @property
-    def microbatch(self) -> int: ...
-
-    @property
-    def slice(self) -> int: ...
+from megatron_zb.megatron_core.sliced_documents import Cut
 
 
 def has_losses(router: Any) -> bool:
@@ -78,7 +65,7 @@ class WholeRouting:
         if not torch.is_grad_enabled():
             return self._usual(logits, padding_mask)
         own = logits.shape[0] * logits.shape[1]
-        whole = _Joined.apply(logits, kept)
+        whole = _AllSlices.apply(logits, kept)
         mask = None if padding_mask is None else torch.cat([*kept.masks, padding_mask])
         probabilities, experts = self._usual(whole, mask)
         return probabilities[-own:], experts[-own:]
@@ -95,7 +82,7 @@ class WholeRouting:
             router.training, router.enable_expert_bias = True, counts
 
 
-class _Joined(torch.autograd.Function):
+class _AllSlices(torch.autograd.Function):
     """Puts the logits of the last slice behind those of the others, and leaves these gradients."""
 
     @staticmethod

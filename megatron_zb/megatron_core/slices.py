@@ -26,7 +26,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.sliced_documents import ENDS, OF_DOCUMENTS, Documents, starts_of
+from megatron_zb.megatron_core.sliced_documents import ENDS, OF_DOCUMENTS, Cut, Documents, starts_of
 from megatron_zb.megatron_core.sliced_routers import WholeRouting, has_losses
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, activation_shape, device
@@ -34,34 +34,6 @@ from megatron_zb.schedules.slices import Slicing, slicing_of
 
 FLAG = "--pipeline-slices"
 LOSS_MASK = "loss_mask"
-
-
-@dataclass
-class Cut:
-    """Borders of the slices in tokens, and the slice that a chunk works on."""
-
-    borders: tuple[int, ...]
-    unit: int = 0
-    forward_only: bool = False
-    documents: Documents | None = None
-    """Those to which attention keeps, if any."""
-
-    @property
-    def slices(self) -> int:
-        return len(self.borders) - 1
-
-    @property
-    def microbatch(self) -> int:
-        return self.unit // self.slices
-
-    @property
-    def slice(self) -> int:
-        return self.unit % self.slices
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Return where the slice starts and ends in its sequence."""
-        return self.borders[self.slice], self.borders[self.slice + 1]
 
 
 class SlicesPart(StepPart):

@@ -53,9 +53,13 @@ def test_every_stage_reads_where_documents_reset_the_mask() -> None:
 
 
 def test_every_stage_reads_documents_of_slices() -> None:
-    args = parsed("--pipeline-schedule zb-h1 --pipeline-slices 2", **FLAGS, sft=True)
+    args = parsed(
+        "--pipeline-schedule zb-h1 --pipeline-slices 2",
+        **FLAGS,
+        dataloader_inter_document_masking=True,
+    )
     data = StageData(adapter_of(args), args)
-    args.sft = False  # as while a slice is read
+    args.dataloader_inter_document_masking = False  # as while a slice is read
     assert data.is_first_or_last_stage(None, None)
 
 

@@ -68,6 +68,7 @@ class GPTCase:
     With ``slices``, our microbatches are cut along the sequence, as ``--pipeline-slices`` has it.
     With ``documents``, attention keeps to those of a sample. Stock has a mask; with ``slices``,
     ours finds them in a "mask" or in "ends" of packed sequences, whose positions start at 0.
+    With ``padded``, routers get masks of padding at the ends of samples.
     With ``exact``, stock has the weights that the type gives, and computes in 64 bits with them.
     With ``exchange_overlaps``, ours may run a forward and a backward in one pass.
     ``changes`` are those of a user to the model that is built, ``late_changes`` those to the model
@@ -107,6 +108,7 @@ class GPTCase:
     vocabulary: bool = False
     slices: str | None = None
     documents: str = ""
+    padded: bool = False
     exact: bool = False
     exchange_overlaps: bool = False
     changes: tuple[str, ...] = ()
@@ -585,6 +587,8 @@ def _batch(case: GPTCase, microbatch: int, generator: torch.Generator) -> dict[s
     if case.images:
         counts = [case.images[(2 * microbatch + i) % len(case.images)] for i in range(2)]
         return with_images(batch, counts, generator)
+    if case.padded:
+        batch["padding"] = torch.arange(length) >= length - torch.tensor([[5], [2]])
     if case.documents:
         _add_documents(case, batch, torch.rand(2, length, generator=generator) < 0.2)
     return {name: _of_context_rank(part) for name, part in batch.items()}
@@ -627,7 +631,8 @@ def _forward_step(
     causal = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     mask = batch.get("attention_mask", causal)
     compute = model.build_schedule_plan if return_schedule_plan else model
-    output = compute(batch["tokens"], batch["positions"], mask, labels=batch["labels"])
+    more = {"padding_mask": batch["padding"]} if "padding" in batch else {}
+    output = compute(batch["tokens"], batch["positions"], mask, labels=batch["labels"], **more)
     return _with_loss(output, batch["loss_mask"])
 
 
