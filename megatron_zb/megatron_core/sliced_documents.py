@@ -1,8 +1,8 @@
 """The slice that a chunk works on, and documents, within which attention stays.
 
-Megatron has documents as a mask of whole sequences, or as the ends of packed sequences. A slice needs
-less: where the document of each of its tokens starts. Attention then runs for one document at a
-time, and the first one may begin in an earlier slice. No mask of whole sequences is kept, and no
+Megatron has documents as a mask of whole sequences, or as the ends of packed sequences. A slice
+needs less: where the document of each of its tokens starts. Attention then runs for one document at
+a time, and the first one may begin in an earlier slice. No mask of whole sequences is kept, and no
 kernel for packed sequences is needed.
 """
 
@@ -80,7 +80,7 @@ class Documents:
 
     def positions(self, microbatch: int, start: int, end: int) -> torch.Tensor:
         """Return positions of tokens in their documents, by token and sequence."""
-        return (torch.arange(end) - self.starts(microbatch))[:, start:end].t()
+        return (torch.arange(start, end) - self.starts(microbatch)[:, start:end]).t()
 
     def attend(
         self,
