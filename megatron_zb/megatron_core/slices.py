@@ -94,7 +94,7 @@ class SlicesPart(StepPart):
         ]
         step.data_iterators = list(self._readers)
         for cut, reader in zip(self._cuts, self._readers, strict=True):
-            starts, restarts = reader and reader.starts, self.documents == ENDS
+            starts, restarts = reader.starts if reader else None, self.documents == ENDS
             cut.documents = Documents(starts, step, restarts=restarts) if self.documents else None
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any]:

@@ -82,15 +82,7 @@ CASES = {
             "moe_router_enable_expert_bias": True,
         },
     ),
-    "padding": case(
-        {
-            "moe_z_loss_coeff": 0.5,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-        },
-        padded=True,
-        per_token_loss=True,
-    ),
+    "padding": case({"moe_z_loss_coeff": 0.5}, padded=True, per_token_loss=True),
     "recomputed layers": case(RECOMPUTED | {"moe_z_loss_coeff": 0.5}),
     "recomputed experts, per-token loss": case(
         {

@@ -62,12 +62,12 @@ class Runs:
         assert run.losses == self.stock.losses
         assert run.evaluations == self.stock.evaluations != {}
 
-    def check_sliced(self, flags: str, pipeline: int, ranks: int) -> None:
-        """Check that losses on token slices are stock's but for rounding."""
-        run = self.train(f"{flags} --pipeline-slices 4", pipeline, ranks)
+    def check_sliced(self, flags: str, pipeline: int, stock: Logged) -> None:
+        """Check that losses on token slices of four ranks are stock's but for rounding."""
+        run = self.train(f"{flags} --pipeline-slices 4", pipeline, ranks=4)
         assert run.ended.code == 0, run.error
-        assert run.losses == pytest.approx(self.stock.losses, rel=1e-6)
-        assert run.evaluations == pytest.approx(self.stock.evaluations, rel=1e-6)
+        assert run.losses == pytest.approx(stock.losses, rel=1e-6)
+        assert run.evaluations == pytest.approx(stock.evaluations, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -106,17 +106,15 @@ def test_fine_tuning_on_conversations(conversations: Runs, flags: str, pipeline:
     conversations.check(flags, pipeline)
 
 
-@pytest.mark.parametrize(
-    ("flags", "pipeline", "ranks"),
-    [
-        (f"{ZB_H1} --tensor-model-parallel-size 2", 2, 4),
-        pytest.param(V_HALF, 4, 4, marks=full),
-    ],
-)
-def test_slices_of_conversations(
-    conversations: Runs, flags: str, pipeline: int, ranks: int
-) -> None:
-    conversations.check_sliced(flags, pipeline, ranks)
+def test_slices_of_conversations(conversations: Runs) -> None:
+    conversations.check_sliced(V_HALF, 4, conversations.stock)
+
+
+@full
+def test_tensor_parallel_ranks_are_told_of_conversations_in_slices(conversations: Runs) -> None:
+    shared = "--tensor-model-parallel-size 2"  # pads the vocabulary
+    stock = conversations.train(shared, ranks=4)
+    conversations.check_sliced(f"{shared} {ZB_H1}", 2, stock)
 
 
 @full
@@ -157,7 +155,7 @@ def test_attention_within_documents(documents: Runs, schedule: str, pipeline: in
 
 @pytest.mark.parametrize("schedule", ["v-half", pytest.param("zb-h1", marks=full)])
 def test_slices_of_documents(documents: Runs, schedule: str) -> None:
-    documents.check_sliced(f"--pipeline-schedule {schedule}", 4, 4)
+    documents.check_sliced(f"--pipeline-schedule {schedule}", 4, documents.stock)
 
 
 @pytest.fixture(scope="module")
