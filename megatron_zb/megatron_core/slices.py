@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,37 +23,17 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.sliced_documents import ENDS, OF_DOCUMENTS, Cut, Documents, starts_of
+from megatron_zb.megatron_core.sliced_routers import WholeRouting, has_losses
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, activation_shape, device
 from megatron_zb.schedules.slices import Slicing, slicing_of
 
 FLAG = "--pipeline-slices"
 LOSS_MASK = "loss_mask"
-
-
-@dataclass
-class Cut:
-    """Borders of the slices in tokens, and the slice that a chunk works on."""
-
-    borders: tuple[int, ...]
-    unit: int = 0
-    forward_only: bool = False
-
-    @property
-    def slices(self) -> int:
-        return len(self.borders) - 1
-
-    @property
-    def microbatch(self) -> int:
-        return self.unit // self.slices
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Return where the slice starts and ends in its sequence."""
-        i = self.unit % self.slices
-        return self.borders[i], self.borders[i + 1]
 
 
 class SlicesPart(StepPart):
@@ -70,8 +50,10 @@ class SlicesPart(StepPart):
         reading: Callable[[int], AbstractContextManager[None]] = lambda tokens: nullcontext(),
     ) -> None:
         self.slicing, self.reading = slicing, reading
+        self.documents = ""
+        """Whether the data has documents to attend within, as MASK or ENDS."""
         self._cuts: list[Cut] = []
-        self._prefixes: list[Prefix] = []
+        self._layers: list[Prefix | WholeRouting] = []
         self._readers: list[SlicedReading | None] = []
 
     fact = "is_sliced"
@@ -90,7 +72,9 @@ class SlicesPart(StepPart):
                 )
             for module in chunk.modules():
                 if hasattr(module, "self_attention"):
-                    self._prefixes.append(Prefix(cut, module.self_attention))
+                    self._layers.append(Prefix(cut, module.self_attention))
+                if isinstance(module, TopKRouter) and has_losses(module):
+                    self._layers.append(WholeRouting(cut, module))
                 if isinstance(module, RotaryEmbedding):
                     module.forward = partial(_rotated, cut, module.forward)
 
@@ -105,10 +89,13 @@ class SlicesPart(StepPart):
         ]
         step.shapes = shapes * step.num_microbatches
         self._readers = [
-            None if iterator is None else SlicedReading(iterator, borders)
+            None if iterator is None else SlicedReading(iterator, borders, bool(self.documents))
             for iterator in step.data_iterators
         ]
         step.data_iterators = list(self._readers)
+        for cut, reader in zip(self._cuts, self._readers, strict=True):
+            starts, restarts = reader.starts if reader else None, self.documents == ENDS
+            cut.documents = Documents(starts, step, restarts=restarts) if self.documents else None
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any]:
         return SlicedStage
@@ -128,8 +115,8 @@ class SlicesPart(StepPart):
         return found
 
     def after_step(self, step: Step) -> None:
-        for prefix in self._prefixes:
-            prefix.kept.clear()
+        for layer in self._layers:
+            layer.kept.clear()
         if all(isinstance(record, Record) for record in step.forward_data_store):
             whole = _joined_records(step.forward_data_store, self.slicing.slices)
             step.forward_data_store[:] = whole
@@ -272,10 +259,25 @@ class Prefix:
             self.kept[microbatch] = _Kept(keys, values)
         key, value = _WithPrefix.apply(key, value, self.kept, microbatch, start)
         more["attn_mask_type"] = AttnMaskType.causal_bottom_right
-        mask = _causal(end - start, end, query.device) if self._is_local else None
-        output: torch.Tensor = self._usual(query, key, value, mask, **more)
+        attend = partial(self._attend, more)
+        if (documents := self._cut.documents) is None:
+            output = attend(query, key, value)
+        else:
+            output = documents.attend(attend, (query, key, value), microbatch, start)
         if self._cut.forward_only and end == self._cut.borders[-1]:
             del self.kept[microbatch]
+        return output
+
+    def _attend(
+        self,
+        more: dict[str, Any],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run causal attention of the last queries of so many keys."""
+        mask = _causal(len(query), len(key), query.device) if self._is_local else None
+        output: torch.Tensor = self._usual(query, key, value, mask, **more)
         return output
 
 
@@ -318,7 +320,7 @@ class _WithPrefix(torch.autograd.Function):
         return own[0], own[1], None, None, None
 
 
-@cache
+@lru_cache(maxsize=64)  # documents have many lengths
 def _causal(queries: int, keys: int, where: torch.device) -> torch.Tensor:
     """Return the mask of the last queries of so many keys: true for what they do not attend to."""
     ones = torch.ones(queries, keys, dtype=torch.bool, device=where)
@@ -327,11 +329,15 @@ def _causal(queries: int, keys: int, where: torch.device) -> torch.Tensor:
 
 def _rotated(cut: Cut, usual: Callable[..., Any], length: int, *more: Any, **options: Any) -> Any:
     """Return rotary embeddings of the positions of a slice, of so many tokens."""
-    _, end = cut.tokens
+    start, end = cut.tokens
     found = usual(end, *more, **options)
-    if isinstance(found, tuple):  # with a scale
-        return found[0][end - length : end], *found[1:]
-    return found[end - length : end]
+    table, *scale = found if isinstance(found, tuple) else (found,)
+    if cut.documents is not None and cut.documents.restarts:
+        places = cut.documents.positions(cut.microbatch, start, end)
+        own = table[places.to(table.device)].squeeze(2)
+    else:
+        own = table[end - length : end]
+    return (own, *scale) if scale else own
 
 
 # --- data and losses
@@ -344,11 +350,15 @@ class SlicedReading:
         UsageError: a microbatch is no dict of tensors by sequence and token.
     """
 
-    def __init__(self, whole: Iterator[Any], borders: Sequence[int]) -> None:
-        self._whole, self.borders = whole, borders
+    def __init__(
+        self, whole: Iterator[Any], borders: Sequence[int], has_documents: bool = False
+    ) -> None:
+        self._whole, self.borders, self._has_documents = whole, borders, has_documents
         self._read, self._microbatch = 0, dict[str, Any]()
         self.masks: dict[int, torch.Tensor] = {}
         """Loss masks of whole microbatches, by number."""
+        self.starts: dict[int, torch.Tensor] = {}
+        """Where the document of each token starts, by number of the microbatch."""
 
     def __iter__(self) -> SlicedReading:
         return self
@@ -359,21 +369,25 @@ class SlicedReading:
     def __next__(self) -> dict[str, Any]:
         j, i = divmod(self._read, len(self.borders) - 1)
         if i == 0:
-            self._microbatch = self._checked(next(self._whole))
+            self._microbatch = self._checked(next(self._whole), j)
             if LOSS_MASK in self._microbatch:
                 self.masks[j] = self._microbatch[LOSS_MASK]
         self._read += 1
         start, end = self.borders[i : i + 2]
         return {name: tensor[:, start:end] for name, tensor in self._microbatch.items()}
 
-    def _checked(self, microbatch: Any) -> dict[str, Any]:
+    def _checked(self, microbatch: Any, number: int) -> dict[str, Any]:
         if not isinstance(microbatch, dict):
             raise UsageError(
                 f"{FLAG}: the data has a {type(microbatch).__name__} for a microbatch, but only "
                 "dicts of tensors are cut into slices: leave the flag out for this data"
             )
+        if self._has_documents:
+            self.starts[number] = starts_of(microbatch, self.borders[-1])
         # attention is causal, whatever mask comes along
-        found = {n: t for n, t in microbatch.items() if n != "attention_mask" and t is not None}
+        left_out = {"attention_mask", "dataset_id"}  # the latter of a blend of data sets
+        left_out |= OF_DOCUMENTS if self._has_documents else set()
+        found = {n: t for n, t in microbatch.items() if n not in left_out and t is not None}
         for name, tensor in found.items():
             if getattr(tensor, "ndim", 0) != 2 or tensor.shape[1] != self.borders[-1]:
                 raise UsageError(

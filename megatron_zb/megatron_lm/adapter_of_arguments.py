@@ -26,6 +26,7 @@ from megatron_zb.megatron_core.adapter import Chunks, PipelineAdapter, build_ada
 from megatron_zb.megatron_core.connections import group_options
 from megatron_zb.megatron_core.current_schedule import JobSizes
 from megatron_zb.megatron_core.refusals import OVERLAP, Asked
+from megatron_zb.megatron_core.sliced_documents import ENDS, MASK
 from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.parsing import flag_of
@@ -85,8 +86,10 @@ def adapter_of(
     draws = asks_for_layer_streams(args.pipeline_random_streams, keeps_places)
     refusals.check(asked.known((adapter.schedule.placement,), draws_by_layer=draws))
     if adapter.current.slicing is not None:
-        args.create_attention_mask_in_dataloader = False  # a mask of whole sequences
-        adapter.part(SlicesPart).reading = _reading_slice
+        part = adapter.part(SlicesPart)
+        part.reading, part.documents = _reading_slice, _documents(args)
+        # it is one of whole sequences
+        args.create_attention_mask_in_dataloader = part.documents == MASK
     if draws:
         differ = args.data_parallel_random_init
         adapter.draw_by_layer(args.seed, steps_done or _steps_done, replicas_differ=differ)
@@ -178,15 +181,28 @@ def _steps_done() -> int:
 
 @contextmanager
 def _reading_slice(tokens: int) -> Iterator[None]:
-    """Let Megatron-LM's tensor-parallel ranks receive a batch of so many tokens."""
+    """Let Megatron-LM's tensor-parallel ranks receive a batch of so many tokens, and no more."""
     from megatron.training import get_args
 
     args = get_args()
-    usual, args.seq_length = args.seq_length, tokens
+    names = ("create_attention_mask_in_dataloader", *_PACKED)
+    received = {name: False for name in names if hasattr(args, name)} | {"seq_length": tokens}
+    usual = {name: getattr(args, name) for name in received}
+    vars(args).update(received)
     try:
         yield
     finally:
-        args.seq_length = usual
+        vars(args).update(usual)
+
+
+_PACKED = ("sft", "dataloader_inter_document_masking")
+
+
+def _documents(args: argparse.Namespace) -> str:
+    """Return what the data has of the documents in a sample, to which attention keeps."""
+    if any(getattr(args, name, False) for name in _PACKED):
+        return ENDS
+    return MASK if args.reset_attention_mask and args.create_attention_mask_in_dataloader else ""
 
 
 # --- model and batch

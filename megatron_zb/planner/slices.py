@@ -36,7 +36,7 @@ from megatron_zb.schedules.slices import Slicing
 def why_not_sliced(model: ModelConfig, *, post_validation: bool, vocabulary: str) -> str | None:
     """Return why microbatches of a model cannot be cut into slices; None if they can."""
     reasons = {
-        f"the loss of a router in {model.name} is a mean over whole microbatches": model.experts,
+        f"no plan counts how often slices read the experts of {model.name}": model.experts,
         f"{model.name} is a hybrid model": model.kinds,
         f"{model.name} has an encoder, whose images are whole": model.encoder,
         f"{model.name} predicts tokens of the next slice": model.prediction_layers,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import gpt_cases
 import pytest
@@ -101,4 +102,31 @@ def test_losses_and_gradients_are_as_near_to_float64_as_stocks(
 def test_so_are_they_on_token_slices(ranks: RankPools, slices: str, dtype: str) -> None:
     case = GPTCase(layers=4, dtype=dtype, rotary=True, options=(("num_query_groups", 2),))
     for found in ranks(2).run(in_stocks_distance, case=case, schedule="zb-h1", slices=slices):
+        assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}
+
+
+DENSE_ROUTING: dict[str, Any] = {  # all experts take all tokens, so that rounding moves none
+    "num_moe_experts": 4,
+    "moe_router_topk": 4,
+    "moe_aux_loss_coeff": 0.02,
+    "moe_z_loss_coeff": 0.01,
+    "moe_ffn_hidden_size": 32,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more"),
+    [
+        ("float32", {"options": tuple(DENSE_ROUTING.items())}),
+        pytest.param("bfloat16", {"options": tuple(DENSE_ROUTING.items())}, marks=FULL),
+        pytest.param("float32", {"documents": "ends"}, marks=FULL),
+    ],
+)
+def test_so_are_experts_and_documents_on_slices(
+    ranks: RankPools, dtype: str, more: dict[str, Any]
+) -> None:
+    case = GPTCase(layers=4, dtype=dtype, **more)
+    for found in ranks(2).run(in_stocks_distance, case=case, schedule="zb-h1", slices="4"):
         assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}

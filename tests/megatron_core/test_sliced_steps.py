@@ -11,6 +11,10 @@ from gpt_cases import GPTCase, Outcome, run
 from ranks import RankPools
 from sizes import every_value
 
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.sliced_documents import starts_of
+from megatron_zb.megatron_core.slices import SlicedReading
+
 MICROBATCHES = 3
 PLAIN = GPTCase(layers=4, exact=True)
 CASES = {
@@ -34,6 +38,17 @@ CASES = {
     ),
     "latent attention": replace(PLAIN, options=_LATENT),
     "sequence parallelism": replace(PLAIN, tensor_parallel=2, sequence_parallel=True),
+    "documents by a mask": replace(PLAIN, documents="mask", rotary=True),
+    "packed documents, grouped queries, recomputation": replace(
+        PLAIN,
+        documents="ends",
+        tensor_parallel=2,
+        options=(
+            ("num_query_groups", 2),
+            ("recompute_granularity", "selective"),
+            ("recompute_modules", ("core_attn",)),
+        ),
+    ),
     "overlapped reduction": replace(PLAIN, data_parallel=2, overlap_grad_reduce=True),
 }
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto")
@@ -72,6 +87,29 @@ def test_an_evaluation_and_unequal_slices(ranks: RankPools, slices: str) -> None
             distance, case=PLAIN, name="v-half", slices=slices, forward_only=forward_only
         )
         assert max(found) < 1e-12
+
+
+def test_documents_start_where_the_data_ends_them() -> None:
+    ends = torch.tensor([[0, 3, 5, 8, 8], [0, 7, 7, 7, 7]], dtype=torch.int32)
+    found = [[0, 0, 0, 3, 3, 5, 5, 5], [0, 0, 0, 0, 0, 0, 0, 7]]
+    assert starts_of({"cu_seqlens": ends}, 8).tolist() == found
+    padded = {"cu_seqlens": torch.tensor([[0, 2, 4]]), "cu_seqlens_padded": ends[:1]}
+    assert starts_of(padded, 8).tolist() == found[:1]
+    starts = torch.tensor(found)
+    within = (torch.arange(8) >= starts[..., None]) & torch.ones(8, 8).tril().bool()
+    assert starts_of({"attention_mask": ~within[:, None]}, 8).tolist() == found
+    with pytest.raises(UsageError, match="neither cu_seqlens nor attention_mask"):
+        starts_of({"tokens": ends}, 8)
+
+
+def test_samples_of_a_blend_are_cut() -> None:
+    tokens = torch.arange(16).view(2, 8)
+    whole = [{"tokens": tokens, "dataset_id": torch.tensor([0, 1])}]
+    cut = [*SlicedReading(iter(whole), (0, 6, 8))]
+    assert [one.keys() for one in cut] == [{"tokens"}] * 2
+    assert torch.equal(torch.cat([one["tokens"] for one in cut], dim=1), tokens)
+    with pytest.raises(UsageError, match="cu_seqlens of a microbatch has no axis of 8 tokens"):
+        next(SlicedReading(iter([{"cu_seqlens": tokens[:, :3]}]), (0, 6, 8)))
 
 
 def outcomes(case: GPTCase, name: str) -> Outcome:

@@ -52,6 +52,17 @@ def test_every_stage_reads_where_documents_reset_the_mask() -> None:
     assert data_of("zb-h1", reset_attention_mask=True).is_first_or_last_stage(refuse, None)
 
 
+def test_every_stage_reads_documents_of_slices() -> None:
+    args = parsed(
+        "--pipeline-schedule zb-h1 --pipeline-slices 2",
+        **FLAGS,
+        dataloader_inter_document_masking=True,
+    )
+    data = StageData(adapter_of(args), args)
+    args.dataloader_inter_document_masking = False  # as while a slice is read
+    assert data.is_first_or_last_stage(None, None)
+
+
 def test_a_skipped_step_reads_each_chunks_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import num_microbatches_calculator, rerun_state_machine
 

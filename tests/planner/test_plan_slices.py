@@ -217,13 +217,9 @@ def test_slices_are_of_samples_that_nothing_else_cuts_and_long_enough() -> None:
     assert all(s.slices == 1 for s in strategies(LONG, a100(), 16, 16, fp8, 32768))
 
 
-EXPERTS: dict[str, Any] = {"experts": 8, "top_k": 2, "ffn_hidden_size": 1024}
-
-
 @pytest.mark.parametrize(
     ("changes", "of_training", "why"),
     [
-        ({"experts": EXPERTS}, {"num_experts": 8}, "router"),
         (
             {"prediction_layers": 1, "rotary": {"base": 10000}},
             {"mtp_num_layers": 1},
@@ -252,6 +248,13 @@ def test_what_training_refuses_with_slices_is_not_planned(
     model = small(**{n: value for n, value in changes.items() if n not in of_job})
     job = PlanJob(model, a100(), 4, 80 * GIB, 32, 32768, ONE, **of_job)
     with pytest.raises(UsageError, match=f"--slices: microbatches cannot be cut.*{why}"):
+        search(job, candidates_of(["zb-h1"]), tries=1)
+
+
+def test_experts_of_slices_are_not_planned() -> None:
+    model = small(experts={"experts": 8, "top_k": 2, "ffn_hidden_size": 1024})
+    job = PlanJob(model, a100(), 4, 80 * GIB, 32, 32768, ONE)
+    with pytest.raises(UsageError, match=r"--slices: microbatches cannot be cut.*experts"):
         search(job, candidates_of(["zb-h1"]), tries=1)
 
 

@@ -16,6 +16,9 @@ def test_no_stage_attends_across_documents(checkout: Path, tmp_path: Path) -> No
     flags = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
     schedules = ("v-half", "v-half --pipeline-vocabulary on", "zb-h1 on 4", "interleaved on 4")
     stock = check_schedules(checkout, tmp_path / "start", flags, schedules, EIGHT_LAYERS)
+    sliced = f"--pipeline-schedule zb-h1 --pipeline-slices 4 --load {tmp_path / 'start'}"
+    on_slices = train(checkout, f"{EIGHT_LAYERS} {flags} {sliced}", ranks=4, pipeline=4)
+    assert on_slices.losses == pytest.approx(stock.losses, rel=1e-6), on_slices.error
     plain = train(checkout, f"{EIGHT_LAYERS} --load {tmp_path / 'start'}")
     assert stock.losses != pytest.approx(plain.losses, rel=1e-4), "no document ends in a sample"
 

@@ -18,7 +18,8 @@ from conversations import make_conversations, make_tokenizer
 from megatron_zb.megatron_lm.checkout import checkout_at
 from real_megatron_lm.flag_runs import Logged, check_same, make_texts, train
 
-LAYERS = "--spec packed_layers LAYERS --position-embedding-type rope --num-layers 8"
+PACKED = "--spec packed_layers LAYERS"
+LAYERS = f"{PACKED} --position-embedding-type rope --num-layers 8"
 EVALUATION = "--eval-interval 4 --eval-iters 2"
 MADE_UP = "--mock-data --tokenizer-type --vocab-size"
 """Flags of the usual run that are left out."""
@@ -50,6 +51,8 @@ class Runs:
 
     def _train(self, flags: str, pipeline: int = 2, ranks: int = 0) -> Logged:
         whole = f"{LAYERS} {self.flags} {flags}"
+        if "--pipeline-slices" in flags:  # with Megatron's own attention
+            whole = whole.replace(PACKED, "")
         return train(self.checkout, whole, ranks or pipeline, pipeline, self.left_out)
 
     def check(self, flags: str, pipeline: int) -> None:
@@ -58,6 +61,13 @@ class Runs:
         check_same(run, self.stock)
         assert run.losses == self.stock.losses
         assert run.evaluations == self.stock.evaluations != {}
+
+    def check_sliced(self, flags: str, pipeline: int, stock: Logged) -> None:
+        """Check that losses on token slices of four ranks are stock's but for rounding."""
+        run = self.train(f"{flags} --pipeline-slices 4", pipeline, ranks=4)
+        assert run.ended.code == 0, run.error
+        assert run.losses == pytest.approx(stock.losses, rel=1e-6)
+        assert run.evaluations == pytest.approx(stock.evaluations, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +106,17 @@ def test_fine_tuning_on_conversations(conversations: Runs, flags: str, pipeline:
     conversations.check(flags, pipeline)
 
 
+def test_slices_of_conversations(conversations: Runs) -> None:
+    conversations.check_sliced(V_HALF, 4, conversations.stock)
+
+
+@full
+def test_tensor_parallel_ranks_are_told_of_conversations_in_slices(conversations: Runs) -> None:
+    shared = "--tensor-model-parallel-size 2"  # pads the vocabulary
+    stock = conversations.train(shared, ranks=4)
+    conversations.check_sliced(f"{shared} {ZB_H1}", 2, stock)
+
+
 @full
 def test_prompts_have_no_loss_in_a_cut_output_layer(conversations: Runs) -> None:
     run = conversations.train(f"{V_HALF} --pipeline-vocabulary on", pipeline=4)
@@ -130,6 +151,11 @@ def test_conversations_are_counted_once(conversations: Runs, tmp_path: Path) -> 
 def test_attention_within_documents(documents: Runs, schedule: str, pipeline: int) -> None:
     """Stock itself has none on more than two ranks: its inner stages would read no data."""
     documents.check(f"--pipeline-schedule {schedule}", pipeline)
+
+
+@pytest.mark.parametrize("schedule", ["v-half", pytest.param("zb-h1", marks=full)])
+def test_slices_of_documents(documents: Runs, schedule: str) -> None:
+    documents.check_sliced(f"--pipeline-schedule {schedule}", 4, documents.stock)
 
 
 @pytest.fixture(scope="module")

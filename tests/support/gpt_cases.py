@@ -43,6 +43,7 @@ from megatron_zb import schedules
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb.megatron_core.random_streams import global_parameters, initialise_by_global_name
+from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.slices import Slicing
@@ -65,6 +66,9 @@ class GPTCase:
     LLaVAModel reads on its first stage; its language model is the GPT.
     With ``vocabulary``, our output layer is cut along the vocabulary over all pipeline ranks.
     With ``slices``, our microbatches are cut along the sequence, as ``--pipeline-slices`` has it.
+    With ``documents``, attention keeps to those of a sample. Stock has a mask; with ``slices``,
+    ours finds them in a "mask" or in "ends" of packed sequences, whose positions start at 0.
+    With ``padded``, routers get masks of padding at the ends of samples.
     With ``exact``, stock has the weights that the type gives, and computes in 64 bits with them.
     With ``exchange_overlaps``, ours may run a forward and a backward in one pass.
     ``changes`` are those of a user to the model that is built, ``late_changes`` those to the model
@@ -103,6 +107,8 @@ class GPTCase:
     images: tuple[int, ...] = ()
     vocabulary: bool = False
     slices: str | None = None
+    documents: str = ""
+    padded: bool = False
     exact: bool = False
     exchange_overlaps: bool = False
     changes: tuple[str, ...] = ()
@@ -177,6 +183,8 @@ def built(
         )
         if steps_done is not None:
             adapter.draw_by_layer(1, steps_done)
+        if case.slices:
+            adapter.part(SlicesPart).documents = case.documents
     _enter_parallel_groups(case, adapter, p)
     yield adapter, _build_chunks(case, adapter, p)
     if adapter is not None:
@@ -579,7 +587,27 @@ def _batch(case: GPTCase, microbatch: int, generator: torch.Generator) -> dict[s
     if case.images:
         counts = [case.images[(2 * microbatch + i) % len(case.images)] for i in range(2)]
         return with_images(batch, counts, generator)
+    if case.padded:
+        batch["padding"] = torch.arange(length) >= length - torch.tensor([[5], [2]])
+    if case.documents:
+        _add_documents(case, batch, torch.rand(2, length, generator=generator) < 0.2)
     return {name: _of_context_rank(part) for name, part in batch.items()}
+
+
+def _add_documents(case: GPTCase, batch: dict[str, torch.Tensor], first: torch.Tensor) -> None:
+    """Put what a data set has of documents to a batch, which start at some tokens and at 0."""
+    first[:, 0] = True
+    length = first.size(1)
+    places, number = torch.arange(length), first.cumsum(1)
+    if case.documents == "ends":
+        batch["positions"] = places - (places * first).cummax(1).values
+    if case.documents == "ends" and case.slices:
+        ends = torch.where(first, places, length).sort(1).values
+        batch["cu_seqlens"] = torch.nn.functional.pad(ends, (0, 1), value=length).int()
+        batch["max_seqlen"] = torch.full((2,), length)
+    else:
+        later = places[:, None] < places
+        batch["attention_mask"] = ((number[:, :, None] != number[:, None]) | later)[:, None]
 
 
 def _of_context_rank(sequences: torch.Tensor) -> torch.Tensor:
@@ -601,8 +629,10 @@ def _forward_step(
         text = (batch["tokens"], batch["positions"], None, batch["labels"], batch["loss_mask"])
         return _with_loss(*model(batch["images"], *text))
     causal = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    mask = batch.get("attention_mask", causal)
     compute = model.build_schedule_plan if return_schedule_plan else model
-    output = compute(batch["tokens"], batch["positions"], causal, labels=batch["labels"])
+    more = {"padding_mask": batch["padding"]} if "padding" in batch else {}
+    output = compute(batch["tokens"], batch["positions"], mask, labels=batch["labels"], **more)
     return _with_loss(output, batch["loss_mask"])
 
 

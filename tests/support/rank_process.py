@@ -120,7 +120,9 @@ def share_device() -> None:
 
     # new_group() hands no options on to gloo, and torch asks for groups of this class by isinstance
     class OnOneDevice(gloo):  # type: ignore[misc, valid-type]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self, store: Any, rank: int, size: int, timeout: timedelta, **_of_newer_torch: Any
+        ) -> None:
             options = gloo._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
             super().__init__(store, rank, size, options)
