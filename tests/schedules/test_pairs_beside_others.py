@@ -176,6 +176,8 @@ def test_pairs_beside_shards_are_no_slower_than_the_same_request_without(
         pairs = [at.work for rank in program.ranks for at in rank if isinstance(at, RunPair)]
         assert {pair.forward for pair in pairs} == joined.pairs
     lower(joined.forwards().validate())
+    again = interchange.from_csv(interchange.to_csv(joined))
+    assert (again.ranks, again.pairs, again.rules) == (joined.ranks, joined.pairs, joined.rules)
 
 
 def test_a_filled_order_takes_the_time_of_its_pairs() -> None:
