@@ -33,7 +33,8 @@ from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, device
 from megatron_zb.megatron_core.versions import Graphs
-from megatron_zb.runtime.executor import TRAINING, Side, one_after_the_other
+from megatron_zb.runtime.executor import Side, one_after_the_other
+from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
 
 # --- metrics and paged stash
@@ -145,11 +146,12 @@ class Ran(NamedTuple):
 class PairedStage(MegatronStage):
     """A chunk whose passes run through Megatron's plans, each alone or a forward and a backward.
 
-    A backward can only run through the plan of its forward, so those run alone through one, too.
+    A backward can only run through the plan of its forward, so those run alone through one, too. A
+    forward that keeps nothing for its backward has a plan only in a pair.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         _check_builds_plans(self._step.forward_step_func)
         versions.set_streams(self._step.config)
         self._ran: Ran | None = None
@@ -161,20 +163,24 @@ class PairedStage(MegatronStage):
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
         output = super().forward(microbatch, activation)
         ran, self._ran = self._ran, None
-        if output is not None:
-            assert ran is not None
+        if output is not None and ran is not None:
             # it may come from the stream of the experts; this one sends it
             output.record_stream(torch.cuda.current_stream())
-            megatron_schedules.deallocate_output_tensor(
-                ran.output, deallocate_pipeline_outputs=True
-            )
+            _free(ran.output)
         return output
+
+    def recompute(self, microbatch: int) -> None:
+        super().recompute(microbatch)
+        ran, self._ran = self._ran, None
+        assert ran is not None, "what is made again has run through a plan"
+        _free(ran.output)
 
     def _user_step(self, data_iterator: Any, model: Any) -> Any:
         """Build the plan of a forward, run it, and return what Megatron computes the loss from."""
-        build = self._step.forward_step_func
+        if not (torch.is_grad_enabled() or self._is_in_pair):
+            return super()._user_step(data_iterator, model)
         planned = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
-        plan, loss_func = build(data_iterator, planned, return_schedule_plan=True)
+        plan, loss_func = self._call_model(data_iterator, planned, return_schedule_plan=True)
         _keep_input_of_only_experts(plan)
         if self.streams is not None:
             self.streams.seed_plan(plan)
@@ -195,6 +201,10 @@ class PairedStage(MegatronStage):
             super()._run_backward(start.loss, gradient)
             gradient = start.output.grad
         self._with_backward(start.plan, gradient)
+
+    @property
+    def _is_in_pair(self) -> bool:
+        return self._with_forward != self._forward_alone
 
     def _forward_alone(self, plan: Any) -> torch.Tensor:
         return self.run_plans(plan, None, None)
@@ -247,12 +257,17 @@ def run_pair(forward: Side, backward: Side) -> tuple[torch.Tensor | None, torch.
             outputs.append(b.run_plans(f_plan, b_plan, received))
 
         with b.carrying_out(backward=both):
-            gradient = TRAINING[backward.kind](b, backward.microbatch, *backward.received)
+            gradient = backward.run()
         return outputs.pop()
 
     with f.carrying_out(forward=with_backward):
-        activation = TRAINING[forward.kind](f, forward.microbatch, *forward.received)
+        activation = forward.run()
     return activation, gradient
+
+
+def _free(output: torch.Tensor) -> None:
+    """Free the data of an output whose graph is kept."""
+    megatron_schedules.deallocate_output_tensor(output, deallocate_pipeline_outputs=True)
 
 
 def _quantizing(config: Any) -> Any:
@@ -293,10 +308,18 @@ class OverlapPart(StepPart):
     pair_handler = staticmethod(run_pair)
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
-        if not getattr(step.config, "overlap_moe_expert_parallel_comm", False):
-            return None
-        # graphs hold parts of a layer, and only plans run the others
-        has_parts = versions.graphs_of(step.config) is Graphs.TRANSFORMER_ENGINE
-        has_parts = has_parts and not step.forward_only
-        is_paired = has_parts or step.profiles_pairs or step.program.schedule.pairs
-        return PairedStage if is_paired else None
+        schedule = step.program.schedule
+        is_end = number in (0, schedule.placement.num_stages - 1)
+        if is_end and isinstance(schedule.rules, VocabularyRules):
+            return None  # those of a cut vocabulary run plans, too
+        return PairedStage if runs_plans(step) else None
+
+
+def runs_plans(step: Step) -> bool:
+    """Return whether the forwards of a step run through Megatron's plans."""
+    if not getattr(step.config, "overlap_moe_expert_parallel_comm", False):
+        return False
+    # graphs hold parts of a layer, and only plans run the others
+    has_parts = versions.graphs_of(step.config) is Graphs.TRANSFORMER_ENGINE
+    has_parts = has_parts and not step.forward_only
+    return has_parts or step.profiles_pairs or bool(step.program.schedule.pairs)

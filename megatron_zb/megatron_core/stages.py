@@ -82,6 +82,11 @@ class MegatronStage(AutogradStage):
         return super()._start_of_backward(output)
 
     def _user_step(self, *arguments: Any, **options: Any) -> Any:
+        """Run the user's forward step as Megatron's ``forward_step`` calls it."""
+        return self._call_model(*arguments, **options)
+
+    def _call_model(self, *arguments: Any, **options: Any) -> Any:
+        """Return the model's output, or its plan, and the function that computes the loss."""
         return self._step.forward_step_func(*arguments, **options)
 
     def _scaled(self, loss: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
+from megatron_zb.megatron_core.experts import PairedStage, runs_plans
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import (
     SplitBackward,
@@ -131,13 +132,18 @@ class VocabularyPart(StepPart):
             self._handoff = HandoffBuffer()
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
+        is_paired = runs_plans(step)
         if number == step.physical.placement.num_stages - 1:
             return partial(
-                LastStage, output=self.output, handoff=self._handoff, prediction=self._prediction
+                PairedLastStage if is_paired else LastStage,
+                output=self.output,
+                handoff=self._handoff,
+                prediction=self._prediction,
             )
         if number != 0:
             return None
-        return partial(FirstStage, output=self.output, handoff=self._handoff)
+        first = PairedFirstStage if is_paired else FirstStage
+        return partial(first, output=self.output, handoff=self._handoff)
 
     def more_stages(self, stages: Mapping[int, Any], step: Step) -> Mapping[int, Any]:
         number = step.physical.placement.num_stages + step.logical
@@ -562,10 +568,13 @@ class FirstStage(_End):
         self._lookups.given = [activation]
         return super()._forward_step(microbatch, None)
 
-    def _user_step(self, _data_iterator: Any, model: Any, *_more: Any) -> Any:
+    def _call_model(
+        self, _data_iterator: Any, model: Any, *_more: Any, return_schedule_plan: bool = False
+    ) -> Any:
         call, self._running = self._running, None
         assert call is not None, "each F follows a reading of its microbatch"
-        return model(*call.arguments, **call.options), None
+        run = model.build_schedule_plan if return_schedule_plan else model
+        return run(*call.arguments, **call.options), None
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor:
         """Run B or BW; return the gradient of what was looked up (tokens, width), for all ranks."""
@@ -575,6 +584,14 @@ class FirstStage(_End):
             found = torch.cat([found, self.handoff.later_gradients.pop(microbatch)])
         self._gradients[microbatch] = found = found.contiguous()
         return found
+
+
+class PairedFirstStage(FirstStage, PairedStage):
+    """The first stage of a cut embedding, whose passes may be joined."""
+
+
+class PairedLastStage(LastStage, PairedStage):
+    """The last stage of a cut output layer, whose passes may be joined."""
 
 
 class TiedGradient:

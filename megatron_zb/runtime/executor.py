@@ -42,12 +42,21 @@ TRAINING: dict[PassKind, Handler] = {
 
 
 class Side(NamedTuple):
-    """One side of a pair: its kind, its stage, the microbatch and the messages that it reads."""
+    """One side of a pair: its kind, its stage, the microbatch and the messages that it reads.
+
+    ``handler`` runs it by itself; None for that of :data:`TRAINING`.
+    """
 
     kind: PassKind
     stage: Any
     microbatch: int
     received: tuple[torch.Tensor | None, ...]
+    handler: Handler | None = None
+
+    def run(self) -> torch.Tensor | None:
+        """Run the pass by itself; return the message that it makes, if any."""
+        handler = self.handler or TRAINING[self.kind]
+        return handler(self.stage, self.microbatch, *self.received)
 
 
 PairHandler: TypeAlias = Callable[[Side, Side], tuple[torch.Tensor | None, torch.Tensor | None]]
@@ -58,11 +67,7 @@ def one_after_the_other(
     forward: Side, backward: Side
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Run F, then B or BW: for stages that exchange nothing that could be hidden."""
-
-    def run(side: Side) -> torch.Tensor | None:
-        return TRAINING[side.kind](side.stage, side.microbatch, *side.received)
-
-    return run(forward), run(backward)
+    return forward.run(), backward.run()
 
 
 class Transport(Protocol):
@@ -201,7 +206,7 @@ class Execution:
     def _side(self, run: Run) -> Side:
         kind, stage, microbatch = run.work
         received = tuple(map(self._here.pop, run.reads))
-        return Side(kind, self._stages[stage], microbatch, received)
+        return Side(kind, self._stages[stage], microbatch, received, self._handlers[kind])
 
     def _keep(self, run: Run, result: torch.Tensor | None) -> None:
         if run.makes_local:

@@ -376,8 +376,10 @@ def build(
     if costs is None:
         costs = Costs.uniform(pipeline_size=pipeline_size, forward=1, backward=1, weight=1)
     check_number(costs, num_microbatches)
-    if costs.vocabulary is not None or any(costs.forward_comm):
+    if costs.vocabulary is not None:
         costs = costs.with_all_kept()
+    elif any(costs.forward_comm):
+        costs = costs.with_none_moved()
     _check_parts(costs)
     searched = costs.folded()
     limit = Limit.of(memory_limit, memory_limit_bytes, pipeline_size)

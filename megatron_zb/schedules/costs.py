@@ -339,6 +339,7 @@ class Costs:
             forward=_sum(self.forward, self.forward_comm),
             backward=_sum(self.backward, self.backward_comm),
             whole=_sum(self.whole, self.backward_comm),
+            recompute=_sum(self.recompute, self.forward_comm),
             forward_comm=(),
             backward_comm=(),
             pair_loss=0.0,
@@ -352,7 +353,8 @@ class Costs:
 
         Args:
             kept_input: memory of the input of a stage, in the unit of ``activation``.
-            seconds: what making them again takes, of each slice; as long as F if left out.
+            seconds: what making them again takes, of each slice; as long as F if left out, beside
+                what it exchanges: see :meth:`with_communication`.
 
         Raises:
             UsageError: a value is negative or not finite, or there is not one for each slice.
@@ -408,6 +410,11 @@ class Costs:
             return self
         rows = tuple(row.with_all_kept() for row in self.microbatches)
         return replace(self, recompute=(), kept_input=0.0, copy=(), microbatches=rows)
+
+    def with_none_moved(self) -> Costs:
+        """Return the costs where no activation is moved to the host."""
+        rows = tuple(row.with_none_moved() for row in self.microbatches)
+        return replace(self, copy=(), microbatches=rows)
 
     def with_unsplit(self, shares: Sequence[float]) -> Costs:
         """Return the costs where B computes a share of each stage's weight gradients, not W.
@@ -564,7 +571,7 @@ class Costs:
             forward_comm=forward_comm,
             backward_comm=backward_comm,
             pair_loss=self.pair_loss,
-            recompute=seconds(self.recompute),
+            recompute=_sum(seconds(self.recompute), forward_comm),
             kept_input=self._kept_inputs(stages),
             copy=memory(self.copy),
             full_duplex=self.full_duplex,

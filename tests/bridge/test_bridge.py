@@ -555,15 +555,18 @@ def test_delayed_weight_gradients_are_left_to_the_schedule(monkeypatch: pytest.M
         )
 
 
-def test_no_vocabulary_is_cut_beside_an_exchange_that_overlaps() -> None:
+def test_no_vocabulary_is_cut_beside_prediction_and_an_exchange_that_overlaps() -> None:
     model = argparse.Namespace(
-        num_layers=8, pipeline_model_parallel_size=2, overlap_moe_expert_parallel_comm=True
+        num_layers=8,
+        pipeline_model_parallel_size=2,
+        overlap_moe_expert_parallel_comm=True,
+        mtp_num_layers=1,
     )
     with pytest.raises(UsageError) as found:
         install(replace(V_HALF, pipeline_vocabulary="on"), model)
     assert str(found.value) == (
-        "--overlap-moe-expert-parallel-comm cannot be combined with --pipeline-vocabulary on: its "
-        "passes are not in Megatron's plans"
+        "--overlap-moe-expert-parallel-comm cannot be combined with --pipeline-vocabulary on: "
+        "Megatron's plans run prediction layers and their output layer apart; leave one out"
     )
 
 

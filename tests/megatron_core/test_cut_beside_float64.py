@@ -17,6 +17,7 @@ import torch
 from brief_searches import briefly
 from cut_outcomes import gathered
 from gpt_cases import GPTCase, Outcome
+from joined import EXPERTS
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from ranks import RankPools
@@ -37,6 +38,8 @@ def outcomes(case: GPTCase, schedule: str | None) -> list[Outcome]:
     found = []
     with briefly(), gpt_cases.built(case, schedule, M) as (adapter, chunks):
         function = adapter.forward_backward_func if adapter else get_forward_backward_func()
+        if adapter is not None and case.exchange_overlaps:
+            assert adapter.schedule.pairs
         for sample in range(SAMPLES):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
@@ -92,6 +95,28 @@ def test_losses_and_gradients_are_as_near_to_float64_as_stocks(
 ) -> None:
     case = GPTCase(tied=tied, dtype=dtype, tensor_parallel=tensor)
     for found in ranks(p * tensor).run(in_stocks_distance, case=case, schedule="zb-h1"):
+        assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tied", "dtype"),
+    [
+        pytest.param(*of, marks=() if of == ("v-zb", False, "bfloat16") else FULL)
+        for of in product(("v-half", "v-zb", "interleaved"), (True, False), ("bfloat16", "float16"))
+    ],
+)
+def test_so_are_they_where_a_forward_and_a_backward_run_in_one_pass(
+    ranks: RankPools, schedule: str, tied: bool, dtype: str
+) -> None:
+    case = GPTCase(
+        tied=tied,
+        dtype=dtype,
+        data_parallel=2,
+        expert_parallel=2,
+        exchange_overlaps=True,
+        options=tuple(EXPERTS.items()),
+    )
+    for found in ranks(4).run(in_stocks_distance, case=case, schedule=schedule):
         assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}
 
 

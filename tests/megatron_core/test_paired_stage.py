@@ -19,7 +19,7 @@ from gpt_cases import (
     gradients,
     microbatches,
 )
-from joined import EXPERTS, joined
+from joined import EXPERTS, dropping, joined
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
 from megatron.core.utils import unwrap_model
 from rank_process import Kind
@@ -30,6 +30,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_lm.models import check_model
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.families import dualpipe_v_order
+from megatron_zb.schedules.passes import PassKind
 
 
 def case(more: dict[str, Any] | None = None, **options: Any) -> GPTCase:
@@ -119,6 +120,31 @@ def test_of_a_tied_embedding_with_prediction_only_the_rounding_of_a_sum_differs(
         assert float(text.split()[-1]) < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        pytest.param(
+            what, name, marks=() if (what, name) == ("aux_loss", "v-half") else pytest.mark.full
+        )
+        for what in ("aux_loss", "shared_expert", "lengths", "selective_recomputation")
+        for name in NAMES
+    ],
+)
+def test_what_is_made_again_beside_pairs_is_what_megatron_computes(
+    ranks: RankPools, what: str, name: str
+) -> None:
+    """Units in pairs are among those that are dropped: by their F, by their backward, or both."""
+    schedule = dropping(order(name))
+    held = {forward[1:] for forward in schedule.pairs}
+    pairs = (schedule.pair_at(r, i) for r, of in enumerate(schedule.ranks) for i in range(len(of)))
+    assert held & schedule.dropped
+    assert {pair.backward[1:] for pair in pairs if pair is not None} & schedule.dropped
+    found = ranks(4).run(
+        differences, case=CASES[what], schedule=schedule, num_microbatches=[5], iterations=2
+    )
+    assert found == [[]] * 4
+
+
 def _with_dropout(schedule: Schedule) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and gradients of a step whose layers draw dropout masks from streams of their own."""
     drawing = case(dropout=0.1, layers=4)
@@ -131,14 +157,19 @@ def _with_dropout(schedule: Schedule) -> tuple[list[float], dict[str, torch.Tens
 
 
 def differences_with_dropout(schedule: Schedule) -> list[str]:
-    with_pairs, without = map(_with_dropout, (schedule, schedule.without_pairs()))
+    others = schedule.without_pairs()
+    kept = tuple(tuple(p for p in rank if p.kind is not PassKind.R) for rank in others.ranks)
+    with_pairs, without = map(_with_dropout, (schedule, replace(others, ranks=kept)))
     found = [] if with_pairs[0] == without[0] else [f"losses {with_pairs[0]}, not {without[0]}"]
     return found + [n for n, g in without[1].items() if not torch.equal(g, with_pairs[1][n])]
 
 
-def test_layers_draw_the_same_masks_in_pairs(ranks: RankPools) -> None:
-    """Of the microbatch that they run, from where their last part has stopped."""
-    assert ranks(4).run(differences_with_dropout, schedule=order("v-half")) == [[]] * 4
+@pytest.mark.parametrize("drops", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_layers_draw_the_same_masks_in_pairs(ranks: RankPools, drops: bool) -> None:
+    """Of the microbatch that they run, from where their last part has stopped, and again in R."""
+    schedule = order("v-half")
+    schedule = dropping(schedule) if drops else schedule
+    assert ranks(4).run(differences_with_dropout, schedule=schedule) == [[]] * 4
 
 
 @pytest.mark.full

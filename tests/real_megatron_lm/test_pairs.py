@@ -36,12 +36,20 @@ def experts(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return folder, stock
 
 
-@pytest.mark.parametrize("name", ["v-half", "v-zb"])
-def test_pairs_log_what_stock_logs(checkout: Path, experts: tuple[Path, Logged], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("v-half", ""),
+        ("v-zb", ""),
+        ("v-zb", "--pipeline-recompute auto --pipeline-memory-limit 0.75"),
+    ],
+)
+def test_pairs_log_what_stock_logs(
+    checkout: Path, experts: tuple[Path, Logged], name: str, more: str
+) -> None:
     folder, stock = experts
-    run = pretrain(
-        checkout, MODEL, EXPERTS, f"--load {folder} --pipeline-schedule {name} {OVERLAP}"
-    )
+    flags = f"--load {folder} --pipeline-schedule {name} {OVERLAP} {more}"
+    run = pretrain(checkout, MODEL, EXPERTS, flags)
     check_equal(run, stock)
     assert re.search(r"  [1-9]\d* of 16 forwards run in one pass with a backward", run.output)
 

@@ -30,8 +30,8 @@ from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.search.hill_climbing import Effort
+from megatron_zb.schedules.search.pair_search import search_pairs
 from megatron_zb.schedules.search.place_w import fuse_for_free, join_all, split_all
-from megatron_zb.schedules.search.placement_search import search_pairs
 from megatron_zb.schedules.search.runner import Problem
 from megatron_zb.schedules.simulator import simulate
 
@@ -357,7 +357,7 @@ def test_compiled_inner_loops_find_the_same(split: bool, monkeypatch: pytest.Mon
     found = []
     for made in (kernels.Plain, kernels.Compiled):
         monkeypatch.setattr(
-            "megatron_zb.schedules.search.placement_search.engine", lambda _, m=made: m()
+            "megatron_zb.schedules.search.pair_search.engine", lambda _, m=made: m()
         )
         found.append(search_pairs("found", problem, Effort(60, 2000), 0.0, known))
     assert found[0] == found[1]

@@ -32,7 +32,8 @@ def briefly() -> Iterator[None]:
             patch.setattr(placement_search, "search", brief_search)
             patch.setattr(place_vocabulary, "search", brief_search)
             patch.setattr(hill_climbing, "engine", lambda passes: kernels.engine(float("inf")))
-            patch.setattr(placement_search, "search_pairs", brief_search_of_pairs)
+            for module in (placement_search, place_vocabulary):
+                patch.setattr(module, "search_pairs", brief_search_of_pairs)
         yield
 
 
@@ -43,7 +44,8 @@ def at_length() -> Iterator[None]:
         patch.setattr(placement_search, "search", search)
         patch.setattr(place_vocabulary, "search", search)
         patch.setattr(hill_climbing, "engine", kernels.engine)
-        patch.setattr(placement_search, "search_pairs", _search_pairs)
+        for module in (placement_search, place_vocabulary):
+            patch.setattr(module, "search_pairs", _search_pairs)
         yield
 
 

@@ -134,6 +134,15 @@ ROWS = (
         schedules=("v-half", "zb-h1", "1f1b", "v-zb", "interleaved"),
         test="test_prediction_trains_as_megatrons",
     ),
+    Row(
+        "the same, overlapped forward-backward",
+        "`--overlap-moe-expert-parallel-comm`",
+        GPTCase(dtype="bfloat16", data_parallel=2, expert_parallel=2),
+        Verdict.ROUNDED,
+        ranks=4,
+        schedules=("v-half", "v-zb", "interleaved"),
+        test="test_so_are_they_where_a_forward_and_a_backward_run_in_one_pass",
+    ),
     # precision
     _shown("float32", "no `--bf16`", _GRADIENTS, GPTCase()),
     _shown("bfloat16", "`--bf16`", _GRADIENTS, GPTCase(dtype="bfloat16")),
@@ -324,7 +333,7 @@ ROWS = (
     ),
     Row(
         "overlapped forward-backward; also with one multi-token prediction layer, dense first "
-        "layers, distributed optimizer",
+        "layers, distributed optimizer, recomputation by the schedule",
         "`--overlap-moe-expert-parallel-comm`",
         GPTCase(layers=8, dtype="bfloat16", data_parallel=2, expert_parallel=2),
         ranks=4,

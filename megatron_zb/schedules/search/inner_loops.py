@@ -18,6 +18,7 @@ INFINITY = 1e300
 
 _MODULUS = 2147483648
 _REACH = 10
+_STATE_EVERY = 4  # of the moves of passes that may be joined, those of what is recomputed
 _ROUNDING = 1e-9  # relative, of sums in another order
 
 
@@ -101,7 +102,8 @@ class States(NamedTuple):
     """Units (stage and microbatch) whose activations F drops and R recomputes.
 
     By unit: the seconds of R, and the memory that it saves. An order has R, of kind 3, of every
-    unit: one that is kept takes no time there.
+    unit: one that is kept takes no time there. Where passes communicate, an order has no R: each
+    runs right before its B, or before the pair that this is in.
     """
 
     seconds: Any
@@ -423,10 +425,14 @@ def local_search(
     Threshold accepting on the orders themselves: a move changes one rank, the schedule is timed
     again, and the change is kept if it loses no more than a threshold that falls to zero. ``flags``
     say by code of F what is joined with the backward behind it, where passes communicate, and what
-    is recomputed otherwise. Returns the makespan of ``best``.
+    is recomputed otherwise; with both, 1 is joined, 2 recomputed and 3 both. Returns the makespan
+    of ``best``.
     """
     critical = space.critical
-    kinds = 3 if states is None else 4
+    kinds = 3
+    if states is not None:
+        if exchange is None:
+            kinds = 4
     per_rank = ((3 if graph.split else 2) + kinds - 3) * graph.chunks * graph.num_microbatches
     total = graph.pipeline_size * per_rank
     steps = moves.steps
@@ -469,7 +475,7 @@ def local_search(
             if exchange is None:
                 dice, moved = move_pass(graph, space, states, order, flags, code, per_rank, dice)
             else:
-                dice, moved = move_pair(graph, space, order, flags, code, per_rank, dice)
+                dice, moved = move_pair(graph, space, states, order, flags, code, per_rank, dice)
             if moved >= 0:
                 break
     return lowest
@@ -537,6 +543,9 @@ def replay(
         while i < per_rank:
             code = order[r * per_rank + i]
             start = clock[r]
+            if exchange is not None:
+                if states is not None:
+                    start += seconds_of_r(states, order, flags, block, r * per_rank + i)
             reason = order[r * per_rank + i - 1] if i > 0 else -1
             need = maker[code]
             if need >= 0:
@@ -548,7 +557,7 @@ def replay(
                     reason = need
             other = -1
             if exchange is not None:
-                if code < block and flags[code] == 1:  # a pair waits for the inputs of both
+                if is_joined(code, flags, block):  # a pair waits for the inputs of both
                     other = order[r * per_rank + i + 1]
                     need = maker[other]
                     if need >= 0:
@@ -692,11 +701,19 @@ def move_pass(
 
 
 def move_pair(
-    graph: Graph, space: ReplaySpace, order: Any, joined: Any, code: int, per_rank: int, dice: int
+    graph: Graph,
+    space: ReplaySpace,
+    states: States | None,
+    order: Any,
+    joined: Any,
+    code: int,
+    per_rank: int,
+    dice: int,
 ) -> tuple[int, int]:
     """Move a pass or a pair, join two passes, part a pair, or exchange the backwards of two pairs.
 
-    Returns the dice, and the rank that was changed, -1 if none could be.
+    Or keep an activation that was recomputed, or the reverse. Returns the dice, and the rank that
+    was changed, -1 if none could be.
     """
     block, _ = sizes_of(graph)
     dice = (dice * 1103515245 + 12345) % _MODULUS
@@ -715,6 +732,15 @@ def move_pair(
         at -= 1
         code = order[at]
     keep(graph, space, first, per_rank, order, joined)
+    if states is not None:
+        dice = (dice * 1103515245 + 12345) % _MODULUS
+        if (dice >> 12) % _STATE_EVERY == 0:
+            dice, changed = change_state(graph, states, order, joined, code, first, per_rank, dice)
+            if changed:
+                if keeps_pair_rules(graph, space, states, order, joined, r, per_rank):
+                    return dice, r
+            restore(graph, space, order, joined)
+            return dice, -1
     head = at  # of the pair that it belongs to, if any
     if block <= code < 2 * block and at > first and is_joined(order[at - 1], joined, block):
         head = at - 1
@@ -726,7 +752,7 @@ def move_pair(
         to = free_place(order, joined, block, min(max(to, first), last), step, first, last)
         changed = shift(order, head, width, to)
     elif is_pair and choice < 11:  # part it, in either order
-        joined[order[head]] = 0
+        joined[order[head]] -= 1
         if step < 0:
             order[head], order[head + 1] = order[head + 1], order[head]
     elif is_pair:  # exchange backwards with another pair or take a single one
@@ -743,17 +769,53 @@ def move_pair(
             stays, goes = (at, seek) if choice % 2 == 0 else (seek, at)
             join(order, joined, block, stays, goes)
     if changed:
-        changed = keeps_pair_rules(graph, space, order, joined, r, per_rank)
+        changed = keeps_pair_rules(graph, space, states, order, joined, r, per_rank)
     if changed:
         return dice, r
     restore(graph, space, order, joined)
     return dice, -1
 
 
+def change_state(
+    graph: Graph,
+    states: States,
+    order: Any,
+    flags: Any,
+    code: int,
+    first: int,
+    per_rank: int,
+    dice: int,
+) -> tuple[int, bool]:
+    """Keep a unit that is recomputed, and maybe recompute another, or just recompute one.
+
+    The unit is that of a pass, or another of its stage. Returns the dice, and whether a flag was
+    changed.
+    """
+    m = graph.num_microbatches
+    block, _ = sizes_of(graph)
+    dice = (dice * 1103515245 + 12345) % _MODULUS
+    choice, unit = dice >> 12, code % block
+    if flags[unit] < 2:
+        dice = (dice * 1103515245 + 12345) % _MODULUS
+        unit = unit // m * m + (dice >> 8) % m
+    if flags[unit] < 2:
+        if choice % 4 == 0 and states.saved[unit] > 0.0:
+            flags[unit] += 2
+            return dice, True
+        return dice, False
+    flags[unit] -= 2
+    if choice % 2 == 0:
+        dice = (dice * 1103515245 + 12345) % _MODULUS
+        other = order[first + (dice >> 8) % per_rank] % block
+        if other != unit and flags[other] < 2 and states.saved[other] > 0.0:
+            flags[other] += 2
+    return dice, True
+
+
 def is_joined(code: int, joined: Any, block: int) -> bool:
     """Return whether a pass is the forward of a pair, which the backward follows."""
     if code < block:
-        return bool(joined[code] == 1)
+        return bool(joined[code] % 2 == 1)
     return False
 
 
@@ -811,11 +873,32 @@ def join(order: Any, joined: Any, block: int, stays: int, goes: int) -> None:
     low = stays - 1 if step > 0 else stays
     if order[low] >= block:
         order[low], order[low + 1] = order[low + 1], order[low]
-    joined[order[low]] = 1
+    joined[order[low]] += 1
+
+
+def unit_of_r(order: Any, flags: Any, block: int, at: int) -> int:
+    """Return the unit whose R runs right before a place, which begins a pass or a pair, or -1."""
+    code = order[at]
+    if is_joined(code, flags, block):
+        code = order[at + 1]
+    unit = code - block if block <= code < 2 * block else -1
+    return unit if unit >= 0 and flags[unit] >= 2 else -1
+
+
+def seconds_of_r(states: States, order: Any, flags: Any, block: int, at: int) -> float:
+    """Return the seconds of the R that runs right before a place, 0 if there is none."""
+    unit = unit_of_r(order, flags, block, at)
+    return states.seconds[unit] if unit >= 0 else 0.0
 
 
 def keeps_pair_rules(
-    graph: Graph, space: ReplaySpace, order: Any, joined: Any, r: int, per_rank: int
+    graph: Graph,
+    space: ReplaySpace,
+    states: States | None,
+    order: Any,
+    joined: Any,
+    r: int,
+    per_rank: int,
 ) -> bool:
     """Return whether microbatches rise, F, B, W of one follow each other, and memory suffices."""
     m, next_of = graph.num_microbatches, space.next_of
@@ -826,6 +909,15 @@ def keeps_pair_rules(
     held = 0.0
     for i in range(r * per_rank, last):
         code = order[i]
+        if states is not None:
+            if i == r * per_rank or not is_joined(order[i - 1], joined, block):
+                unit = unit_of_r(order, joined, block, i)
+                if unit >= 0:
+                    held += states.saved[unit]
+            if held > graph.limit[r]:
+                return False
+            if code < block and joined[code] >= 2:
+                held -= states.saved[code]
         held += graph.memory[code]
         row, mb = code // m, code % m
         if mb != next_of[row] or held > graph.limit[r]:
@@ -848,6 +940,8 @@ class Gaps(NamedTuple):
     stage and ``holders[r]`` is 1 for a rank with a shard. By row is the rank; by code are the
     seconds, the memory that the pass takes, or frees if negative, and the ``hop`` of its output.
     ``leads[r * width + k]`` is the code of the k-th F or B of rank r, of ``num_leads[r]``.
+    ``partner`` is by code of F the backward that it is joined with, which is the next lead, or -1,
+    and ``of_pair`` the seconds of both.
     """
 
     num_microbatches: int
@@ -863,6 +957,8 @@ class Gaps(NamedTuple):
     limit: Any
     leads: Any
     num_leads: Any
+    partner: Any
+    of_pair: Any
 
 
 class GapSpace(NamedTuple):
@@ -910,18 +1006,28 @@ def fill_gaps(
         chosen = choose(gaps, space, now, rank, eagerness, eagerness_of_shards, room)
         if chosen < 0:
             continue
-        end = now + gaps.seconds[chosen]
+        other = partner_in_gaps(gaps, chosen)
+        end = now + (gaps.seconds[chosen] if other < 0 else gaps.of_pair[chosen])
         if counts[ranks + rank] == 0:
             space.begin[rank] = now
-        space.order[rank * length + counts[ranks + rank]] = chosen
-        counts[ranks + rank] += 1
-        placed += 1
         space.clock[rank] = end
         heappush(events, (end, rank))
-        if chosen < 3 * gaps.stages * gaps.num_microbatches:
-            space.held[rank] += gaps.memory[chosen]
-        hand_on(gaps, space, events, chosen, rank, end)
+        while chosen >= 0:
+            space.order[rank * length + counts[ranks + rank]] = chosen
+            counts[ranks + rank] += 1
+            placed += 1
+            if chosen < 3 * gaps.stages * gaps.num_microbatches:
+                space.held[rank] += gaps.memory[chosen]
+            hand_on(gaps, space, events, chosen, rank, end)
+            chosen, other = other, -1
     return placed
+
+
+def partner_in_gaps(gaps: Gaps, code: int) -> int:
+    """Return the backward that a pass is joined with, -1 if there is none."""
+    if code < gaps.stages * gaps.num_microbatches:
+        return int(gaps.partner[code])
+    return -1
 
 
 def choose(
@@ -950,14 +1056,16 @@ def choose(
         if ready[code] <= now:
             return code
         wait = min(wait, ready[code] - now)
-    upcoming, full = -1, False
+    upcoming, other, full = -1, -1, False
     if counts[rank] < gaps.num_leads[rank]:
         upcoming = gaps.leads[rank * width + counts[rank]]
+        other = partner_in_gaps(gaps, upcoming)
         most = gaps.limit[rank]
         after = space.held[rank] + gaps.memory[upcoming]
         full = upcoming < stages * m and after > most + 1e-9 * (1 + most)
         if not full:
-            wait = min(wait, max(0.0, ready[upcoming] - now))
+            at = ready[upcoming] if other < 0 else max(ready[upcoming], ready[other])
+            wait = min(wait, max(0.0, at - now))
     if counts[3 * ranks + rank] < counts[2 * ranks + rank]:
         code = space.pending[rank * width + counts[3 * ranks + rank]]
         if full or (wait > 0 and wait >= eagerness * gaps.seconds[code]):
@@ -970,7 +1078,7 @@ def choose(
             counts[5 * ranks + rank] += 1
             return code
     if wait <= 0:
-        counts[rank] += 1
+        counts[rank] += 1 if other < 0 else 2
         return upcoming
     return -1
 

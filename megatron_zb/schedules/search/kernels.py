@@ -100,7 +100,7 @@ def forget_unreadable(folder: Path, function: Callable[..., object]) -> None:
 
 Engine = Plain | Compiled
 _ENTRIES = "local_search", "run_list_scheduler"
-_ALLOCATING = ("sum_of", "choose", "hand_on", "fill_gaps")
+_ALLOCATING = ("sum_of", "choose", "hand_on", "fill_gaps", "partner_in_gaps")
 
 
 @cache

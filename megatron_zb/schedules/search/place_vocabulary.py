@@ -27,9 +27,10 @@ from megatron_zb.schedules.rules import EmbeddingRules, PredictionRules, Vocabul
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.hill_climbing import search
 from megatron_zb.schedules.search.kernels import engine
+from megatron_zb.schedules.search.pair_search import search_pairs
 from megatron_zb.schedules.search.place_w import GapFiller, fuse_for_free
 from megatron_zb.schedules.search.placement_search import NAMED_SECONDS
-from megatron_zb.schedules.search.runner import SINGLE, Problem, effort_of
+from megatron_zb.schedules.search.runner import PAIRS, SINGLE, Problem, effort_of
 from megatron_zb.schedules.simulator import Timeline, simulate
 from megatron_zb.schedules.stage_costs import StageCosts
 
@@ -52,18 +53,23 @@ def with_embedding(schedule: Schedule, costs: Costs) -> Schedule:
     )
     if not costs.vocabulary.predicts:
         return replace(schedule, ranks=ranks, rules=EmbeddingRules(rules.holders))
-    ranks = tuple(tuple(_handing_on(rank, schedule.placement.num_stages - 1)) for rank in ranks)
+    last = schedule.placement.num_stages - 1
+    ranks = tuple(tuple(_handing_on(rank, last, schedule.pairs)) for rank in ranks)
     return replace(schedule, ranks=ranks, rules=PredictionRules(rules.holders))
 
 
-def _handing_on(order: Sequence[Pass], last: int) -> Iterator[Pass]:
-    """Yield the passes of a rank with M and K."""
+def _handing_on(order: Sequence[Pass], last: int, pairs: frozenset[Pass]) -> Iterator[Pass]:
+    """Yield the passes of a rank with M and K, those of a pair behind it."""
+    due = []
     for p in order:
         yield p
         if p.kind is PassKind.F and p.stage == 0:
-            yield p._replace(kind=PassKind.M)
+            due.append(p._replace(kind=PassKind.M))
         elif p.kind in (PassKind.B, PassKind.BW) and p.stage == last:
-            yield p._replace(kind=PassKind.K)
+            due.append(p._replace(kind=PassKind.K))
+        if p not in pairs:
+            yield from due
+            due = []
 
 
 def _additions(timeline: Timeline, rank: int) -> list[tuple[float, Pass]]:
@@ -129,6 +135,8 @@ With two, steps of 8 ranks are up to 0.6 % (v-zb) and 1.9 % (v-half) shorter; th
 """
 _SECONDS = NAMED_SECONDS / 2
 """Approximate seconds of each of the searches, if they are compiled."""
+_PAIR_SECONDS = 0.5
+"""Those of each search for passes to join, where passes communicate."""
 
 
 def search_with_vocabulary(
@@ -155,29 +163,41 @@ def search_with_vocabulary(
     left = [most - _ROOM * held for most, held in zip(limit, shards.held, strict=True)]
     orders = _orders(placement, costs, request, left, split=split)
     filled = [each for order in orders for each in _filled(placement, order, costs, left, request)]
-    fastest = min(seconds for seconds, _ in filled)
-    best = min(passes() for seconds, passes in filled if seconds == fastest)
+    fastest = min(seconds for seconds, _, _ in filled)
+    fitting = [(passes(), pairs) for seconds, passes, pairs in filled if seconds == fastest]
+    best, pairs = min(fitting, key=lambda it: it[0])
     holders = tuple(r for r in ranks if shards.output[r] > 0 or sum(shards.output) == 0)
     rules = VocabularyRules(holders)
-    schedule = Schedule(name, placement, request.num_microbatches, best, rules=rules)
+    m = request.num_microbatches
+    schedule = Schedule(name, placement, m, best, rules=rules, pairs=pairs)
     return fuse_for_free(schedule, request.costs) if split else schedule
+
+
+class _Filled(NamedTuple):
+    """An order whose gaps are filled: its seconds, its passes, and what it joins."""
+
+    seconds: float
+    passes: Callable[[], tuple[tuple[Pass, ...], ...]]
+    pairs: frozenset[Pass]
 
 
 def _filled(
     placement: Placement,
-    order: list[list[Pass]],
+    order: Schedule,
     costs: StageCosts,
     limit: Sequence[float],
     request: Request,
-) -> Iterator[tuple[float, Callable[[], tuple[tuple[Pass, ...], ...]]]]:
-    """Yield the seconds and the passes of an order whose gaps are filled more or less eagerly."""
+) -> Iterator[_Filled]:
+    """Yield an order of F, B and W whose gaps are filled more or less eagerly."""
+    leads = [[p for p in rank if p.kind is not PassKind.W] for rank in order.ranks]
     runs = len(_CHOICES.folded) * len(_CHOICES.eagerness) ** 2
-    filler = GapFiller(placement, order, costs, limit, engine(runs * sum(map(len, order))))
+    make = engine(runs * sum(map(len, leads)))
+    filler = GapFiller(placement, leads, costs, limit, make, order.pairs)
     for of_weights, of_shards in product(_CHOICES.eagerness, repeat=2):
         filled = filler.fill(of_weights, of_shards, _ROOM)
         if filled is not None:
             seconds = filled.seconds(back_to_back=request.back_to_back)
-            yield seconds, partial(filler.passes_of, filled)
+            yield _Filled(seconds, partial(filler.passes_of, filled), order.pairs)
 
 
 def _orders(
@@ -187,8 +207,11 @@ def _orders(
     limit: Sequence[float],
     *,
     split: bool,
-) -> Iterator[list[list[Pass]]]:
-    """Yield orders of F and B within a limit, found with O and V as parts of other passes."""
+) -> Iterator[Schedule]:
+    """Yield orders within a limit, found with O and V as parts of other passes.
+
+    Where passes communicate, without pairs and with those that a search joins.
+    """
     m = request.num_microbatches
     for share in _CHOICES.folded:
         folded = _folded(placement, costs, share)
@@ -196,7 +219,13 @@ def _orders(
         problem = Problem(placement, m, folded, within, split, turn=_turn(costs))
         bound = lower_bound(placement, m, folded, within)
         found = search(problem, effort_of(problem, _SECONDS, SINGLE), bound)
-        yield [[p for p in rank if p.kind is not PassKind.W] for rank in found.ranks]
+        alone = Schedule("alone", placement, m, found.ranks)
+        yield alone
+        if folded.communicates:
+            effort = effort_of(problem, _PAIR_SECONDS, PAIRS)
+            joined = search_pairs("joined", problem, effort, bound, [alone])
+            if joined.pairs:
+                yield joined
 
 
 def _turn(costs: StageCosts) -> float:

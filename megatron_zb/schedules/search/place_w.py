@@ -6,12 +6,13 @@ also take the passes of a vocabulary-parallel output layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.rules import VocabularyRules
@@ -127,7 +128,10 @@ class Filled(NamedTuple):
 
 
 class GapFiller:
-    """Filler of the gaps of one order of F and B, or BW, within a memory limit for each rank."""
+    """Filler of the gaps of one order of F and B, or BW, within a memory limit for each rank.
+
+    ``pairs`` are the F that are joined with the B or BW right behind them.
+    """
 
     def __init__(
         self,
@@ -136,6 +140,7 @@ class GapFiller:
         costs: StageCosts,
         limit: Sequence[float],
         engine: Engine,
+        pairs: Collection[Pass] = (),
     ) -> None:
         self._placement, self._engine = placement, engine
         self._m = m = 1 + max(p.microbatch for passes in order for p in passes)
@@ -167,7 +172,24 @@ class GapFiller:
             limit=engine.floats(limit),
             leads=engine.integers([c for each in leads for c in self._padded(each)]),
             num_leads=engine.integers([len(each) for each in leads]),
+            **self._joined(order, costs, pairs),
         )
+
+    def _joined(
+        self, order: Sequence[Sequence[Pass]], costs: StageCosts, pairs: Collection[Pass]
+    ) -> dict[str, Any]:
+        """Return the partner of each F, and the seconds of both."""
+        forwards = self._placement.num_stages * self._m
+        partner, of_pair = [-1] * forwards, [0.0] * forwards
+        for passes in order if pairs else ():
+            for forward, backward in pairwise(passes):
+                if forward in pairs:
+                    partner[self._code(forward)] = self._code(backward)
+                    of_pair[self._code(forward)] = costs.pair_seconds(Pair(forward, backward))
+        return {
+            "partner": self._engine.integers(partner),
+            "of_pair": self._engine.floats(of_pair),
+        }
 
     def fill(self, eagerness: float, of_shards: float = 0.0, room: int = 1) -> Filled | None:
         """Return the filled order; None if ranks wait for each other.

@@ -1,19 +1,9 @@
-"""Search for an order of a placement, within a number of microbatches per rank.
-
-Which passes to join as pairs is a part of the search. To join neighbours of an order that is good
-without pairs makes ranks wait in a circle, or wait for what a pair holds back. So the list
-scheduler chooses pairs as it goes (:mod:`inner_loops`), steered by numbers that are searched for as
-those of single passes are; then moves join and part passes, and each order is timed before it is
-kept. The orders that are known take part, so that the result is never slower than any of them.
-"""
+"""Search for an order of a placement, within a number of microbatches per rank."""
 
 from __future__ import annotations
 
-import csv
-import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import earliest_starts, lower_bound, period_bound, usable_limit
@@ -22,169 +12,23 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Limit, Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import state_search
-from megatron_zb.schedules.search.hill_climbing import POOL, Climb, Found, climbed, search
-from megatron_zb.schedules.search.inner_loops import INFINITY, PairCosts, PairPriorities
-from megatron_zb.schedules.search.kernels import available, engine
+from megatron_zb.schedules.search.hill_climbing import Found, search
+from megatron_zb.schedules.search.kernels import available
+from megatron_zb.schedules.search.pair_search import search_pairs
+from megatron_zb.schedules.search.paired_states import search_paired_states
 from megatron_zb.schedules.search.place_moves import place_moves, polish_moves, with_drops
 from megatron_zb.schedules.search.place_w import fuse_for_free, split_all
-from megatron_zb.schedules.search.priority_weights import PriorityWeights
 from megatron_zb.schedules.search.runner import (
     PAIRS,
     SINGLE,
     STATES,
     WALKS,
-    Coded,
     Effort,
     Problem,
-    Runner,
     effort_of,
 )
 from megatron_zb.schedules.simulator import Timeline, simulate
 from megatron_zb.schedules.stage_costs import StageCosts
-
-# --- pairs
-
-
-_PAIR_PRESETS = Path(__file__).with_name("pair_presets.csv")
-_CLIMBS = 8  # each with dice of its own: a long climb gains less than another one
-_RUNS = 500  # of a climb, at least
-_POLISHED_PAIRS = 8  # starts that are polished, the fastest ones
-_THRESHOLDS = (0.3, 0.15)  # the loss that polishing accepts at first, in mean passes
-_JOINING = 0.35  # share of the steps that change what is joined
-
-
-@dataclass(frozen=True)
-class PairWeights:
-    """The numbers that steer a run: those of single passes, and those of pairs.
-
-    ``gain`` is what a second that is hidden is worth. ``bias`` is added to the score of a pair, in
-    mean passes: of F of the first half of the chunks with B of the same half, F of the first with B
-    of the second, F of the second with B of the first, and both of the second.
-    """
-
-    single: PriorityWeights
-    gain: float
-    bias: tuple[float, ...]
-
-    def changed(self, dice: random.Random, chunks: int, ranks: int) -> PairWeights:
-        """Return a neighbour."""
-        if dice.random() < _JOINING:
-            bias = tuple(b + dice.gauss(0, 1.0) if dice.random() < 0.5 else b for b in self.bias)
-            return replace(self, gain=max(0.0, self.gain + dice.gauss(0, 0.7)), bias=bias)
-        return replace(self, single=self.single.changed(dice, chunks, ranks))
-
-
-def search_pairs(
-    name: str, problem: Problem, effort: Effort, lower_bound: float, known: Sequence[Schedule]
-) -> Schedule:
-    """Return the fastest order found, of the known ones and all that are looked at.
-
-    ``known`` are schedules of the placement within the limit, at least one.
-    """
-    runner = _PairRunner(problem, effort)
-    good_enough = lower_bound * (1 + 1e-9)
-    starts = [
-        runner.polished(runner.coded_with_pairs(schedule), 0, 0.0, 0.0, 0) for schedule in known
-    ]
-    climbs = max(1, min(_CLIMBS, effort.runs // _RUNS))
-    for seed in range(climbs):
-        pool = _climb_pairs(runner, effort.runs // climbs, good_enough, seed)
-        for weights in pool if climbs == 1 else pool[:1]:
-            seconds = runner.seconds_of(weights)
-            if seconds < INFINITY:
-                starts.append((seconds, runner.copied()))
-    starts = sorted(starts, key=lambda entry: entry[0])[:_POLISHED_PAIRS]
-    best = starts[0]
-    share = effort.moves // (len(starts) + len(_THRESHOLDS))
-    rounds = [*((start, _THRESHOLDS[0]) for start in starts), *((None, t) for t in _THRESHOLDS)]
-    for number, (start, threshold) in enumerate(rounds if share else ()):
-        if best[0] <= good_enough:
-            break
-        found = runner.polished((start or best)[1], share, threshold, good_enough, number)
-        best = min(best, found, key=lambda entry: entry[0])
-    return runner.schedule(name, best[1])
-
-
-def _climb_pairs(
-    runner: _PairRunner, runs: int, good_enough: float, seed: int
-) -> list[PairWeights]:
-    """Return the best few weights: presets first, then neighbours that do not lose."""
-    placement = runner.problem.placement
-    p, chunks = placement.pipeline_size, placement.chunks
-    dice = random.Random(seed)
-    presets = [(runner.seconds_of(weights), weights) for weights in _pair_presets(chunks, p)]
-    pool = climbed(
-        sorted(presets, key=lambda entry: entry[0])[:POOL],
-        lambda weights, _: runner.seconds_of(weights),
-        lambda weights: weights.changed(dice, chunks, p),
-        Climb(dice, runs - min(POOL, len(presets)), good_enough, favour=0.6),
-    )
-    return [weights for _, weights in pool]
-
-
-def _pair_presets(chunks: int, ranks: int) -> list[PairWeights]:
-    """Return starting points, found by climbing on a V of 8 ranks: numbers of single passes first.
-
-    Those of ``presets.csv`` stand before ``gain`` and the four of ``bias``.
-    """
-    with _PAIR_PRESETS.open(encoding="utf-8", newline="") as file:
-        _, *rows = csv.reader(file)
-    found = []
-    for row in rows:
-        *single, gain, a, b, c, d = map(float, row)
-        weights = PriorityWeights.from_preset(single, chunks, ranks)
-        found.append(PairWeights(weights, gain, (a, b, c, d)))
-    return found
-
-
-class _PairRunner(Runner):
-    """Runner on a problem whose passes communicate."""
-
-    def __init__(self, problem: Problem, effort: Effort) -> None:
-        make = engine(float(effort.runs + effort.moves) * problem.num_passes)
-        stages, m = problem.placement.num_stages, problem.num_microbatches
-        rows = [problem.costs.of(j) for j in range(m)]
-        each = [
-            (row.forward_comm, row.backward_comm)[kind][s] if row.forward_comm else 0.0
-            for kind in range(2)
-            for s in range(stages)
-            for row in rows
-        ]
-        seconds = make.floats(each + [0.0] * (stages * m))
-        super().__init__(problem, make, PairCosts(seconds, float(problem.costs.pair_loss)))
-
-    def seconds_of(self, weights: PairWeights) -> float:
-        """Return the seconds of the order that the weights lead to; INFINITY if it gets stuck."""
-        chunks = range(self.problem.placement.chunks)
-        half = len(chunks) / 2
-        bias = [
-            self.mean_pass * weights.bias[2 * (forward >= half) + (backward >= half)]
-            for forward in chunks
-            for backward in chunks
-        ]
-        pairs = PairPriorities(weights.gain, self.engine.floats(bias))
-        return self.makespan(weights.single, pairs=pairs)
-
-    def coded_with_pairs(self, schedule: Schedule) -> Coded:
-        """Encode a schedule in the numbers of the inner loops."""
-        joined = [0] * self.block
-        for _, stage, microbatch in schedule.pairs:
-            joined[stage * self.problem.num_microbatches + microbatch] = 1
-        return self.coded(schedule.ranks), self.engine.integers(joined)
-
-    def schedule(self, name: str, coded: Coded) -> Schedule:
-        """Decode a schedule."""
-        joined = coded[1]
-        m = self.problem.num_microbatches
-        pairs = frozenset(
-            Pass(PassKind.F, *divmod(code, m)) for code, is_joined in enumerate(joined) if is_joined
-        )
-        ranks = self.passes(coded)
-        return Schedule(name, self.problem.placement, m, ranks, pairs=pairs)
-
-
-# --- the search
-
 
 NAMED_SECONDS = 0.25
 """Approximate seconds of the search for a named schedule, if it is compiled."""
@@ -352,6 +196,11 @@ def with_states(
         )
         if states is not None:
             found.append(fuse_for_free(states, request.costs))
+        if states is not None and table.communicates:
+            effort = effort_of(problem, seconds, PAIRS)
+            known = [*(order.without_pairs() for order in orders), *found]
+            paired = search_paired_states(name, problem, effort, bound, known)
+            found += [] if paired is None else [fuse_for_free(paired, request.costs)]
     if not found and table.copy:
         found = _moved(name, [_one_at_a_time(name, placement, m)], request, limit, bound)
     if not found:

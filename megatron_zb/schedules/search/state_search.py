@@ -9,7 +9,7 @@ what is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -53,7 +53,7 @@ def search_states(
     ``known`` are schedules of the placement, whatever they hold, whose orders take part. None if
     none was found.
     """
-    runner = _StateRunner(problem, effort)
+    runner = StateRunner(problem, effort)
     good_enough = lower_bound * (1 + 1e-9)
     orders = [*(s.ranks for s in known), *_mixed_orders(problem, effort)]
     starts = [coded for order in orders if (coded := runner.with_states(order)) is not None]
@@ -78,12 +78,18 @@ def search_states(
 
 
 def _mixed_orders(problem: Problem, effort: Effort) -> Iterator[tuple[tuple[Pass, ...], ...]]:
-    """Yield orders found for costs of units that are dropped in part.
+    """Yield orders found for costs of units that are dropped in part."""
+    runs = Effort(effort.runs // (2 * len(_SHARES)), effort.runs * 10 // len(_SHARES))
+    for mixed in mixed_problems(problem):
+        yield search(mixed, runs, 0.0).ranks
+
+
+def mixed_problems(problem: Problem) -> Iterator[Problem]:
+    """Yield problems whose units are dropped in part, twice as many as there are shares at most.
 
     With all memory, and with room for one activation that is being made again.
     """
     placement = problem.placement
-    runs = Effort(effort.runs // (2 * len(_SHARES)), effort.runs * 10 // len(_SHARES))
     ranks = range(placement.pipeline_size)
     room = [
         max(
@@ -99,7 +105,7 @@ def _mixed_orders(problem: Problem, effort: Effort) -> Iterator[tuple[tuple[Pass
                 most - free * extra for most, extra in zip(problem.limit, room, strict=True)
             )
             if all(mixed.smallest_limit(r) <= limit[r] for r in ranks):
-                yield search(replace(mixed, limit=limit), runs, 0.0).ranks
+                yield replace(mixed, limit=limit)
 
 
 def _mixed(placement: Placement, costs: StageCosts, shares: tuple[float, float]) -> StageCosts:
@@ -145,7 +151,7 @@ class _Rank:
         return (self.held[-1] if self.held else 0.0) + extra <= limit
 
 
-class _StateRunner(Runner):
+class StateRunner(Runner):
     """Runner on a problem whose orders have an R of every unit."""
 
     def __init__(self, problem: Problem, effort: Effort) -> None:
@@ -162,50 +168,61 @@ class _StateRunner(Runner):
         seconds = make.floats([row.recompute[s] for s in stages for row in rows])
         super().__init__(problem, make, states=States(seconds, self._saved))
 
-    def with_states(self, ranks: Sequence[Sequence[Pass]]) -> Coded | None:
+    def with_states(
+        self, ranks: Sequence[Sequence[Pass]], joined: Collection[Pass] = ()
+    ) -> Coded | None:
         """Encode an order, with R right before each B and kept what there is room for.
 
-        A W that stands too late comes earlier where its memory is needed. None if that does not
-        help.
+        R of a B that is joined comes before the pair. A W that stands too late comes earlier where
+        its memory is needed. None if that does not help.
         """
         dropped = [0] * self.block
         found: list[int] = []
         for rank, passes in enumerate(ranks):
-            line = self._with_r(rank, passes)
+            line = self._with_r(rank, passes, joined)
             if line is None:
                 return None
             self._keep(line, float(self.inputs.limit[rank]), dropped)
             found += line.codes
         return self.engine.integers(found), self.engine.integers(dropped)
 
-    def _with_r(self, rank: int, passes: Sequence[Pass]) -> _Rank | None:
+    def _with_r(self, rank: int, passes: Sequence[Pass], joined: Collection[Pass]) -> _Rank | None:
         """Return a rank's codes with everything dropped that can be."""
-        m, block, limit = self.problem.num_microbatches, self.block, float(self.inputs.limit[rank])
+        block, limit = self.block, float(self.inputs.limit[rank])
         memory, line = self.inputs.memory, _Rank([], [])
         pending: list[int] = []  # units whose W is to come
-        for kind, stage, microbatch in passes:
-            unit = stage * m + microbatch
+
+        def make_room(extra: float) -> None:
+            while pending and not line.has_room(extra, limit):
+                code = 2 * block + pending.pop(0)
+                line.put(code, float(memory[code]))
+
+        for place, p in enumerate(passes):
+            unit = self._unit(p)
             saved = float(self._saved[unit])
-
-            def make_room(extra: float) -> None:
-                while pending and not line.has_room(extra, limit):
-                    code = 2 * block + pending.pop(0)
-                    line.put(code, float(memory[code]))
-
-            if kind is PassKind.F:
+            if p.kind is PassKind.F:
                 need = float(memory[unit]) - saved
-                make_room(need)
+                if p in joined:
+                    again = self._unit(passes[place + 1])
+                    make_room(need + float(self._saved[again]))
+                    line.put(3 * block + again, float(self._saved[again]))
+                else:
+                    make_room(need)
                 line.put(unit, need)
-            elif kind in (PassKind.B, PassKind.BW):
-                make_room(saved)
-                line.put(3 * block + unit, saved)
+            elif p.kind in (PassKind.B, PassKind.BW):
+                if place == 0 or passes[place - 1] not in joined:
+                    make_room(saved)
+                    line.put(3 * block + unit, saved)
                 line.put(block + unit, float(memory[block + unit]))
                 pending.append(unit)
-            if kind is PassKind.BW or (kind is PassKind.W and unit in pending):
+            if p.kind is PassKind.BW or (p.kind is PassKind.W and unit in pending):
                 pending.remove(unit)
                 line.put(2 * block + unit, float(memory[2 * block + unit]))
         line.codes += [2 * block + unit for unit in pending]
         return line if max(line.held) <= limit else None
+
+    def _unit(self, p: Pass) -> int:
+        return p.stage * self.problem.num_microbatches + p.microbatch
 
     def _keep(self, line: _Rank, limit: float, dropped: list[int]) -> None:
         """Keep what there is room for, the units first whose B follows their F soonest."""

@@ -1,0 +1,107 @@
+"""Search for an order, for what it joins as pairs, and for what it drops and makes again.
+
+A pair hides communication only if both of its passes are ready, so units wait longer and hold more;
+below 1F1B's memory there is room for few. A dropped unit waits for little. Its R runs right before
+its B, or before the pair that B is in: R communicates, too, with nothing to hide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search.inner_loops import INFINITY
+from megatron_zb.schedules.search.pair_search import (
+    PairRunner,
+    climb_pairs,
+    exchange_of,
+    joined_flags,
+    joined_passes,
+)
+from megatron_zb.schedules.search.runner import Coded, Effort, Problem
+from megatron_zb.schedules.search.state_search import StateRunner, mixed_problems
+
+_POOL = 4  # starts that are polished further, the fastest ones
+_THRESHOLDS = (0.3, 0.15, 0.3)  # the loss that polishing accepts at first, in mean passes
+
+
+def search_paired_states(
+    name: str, problem: Problem, effort: Effort, lower_bound: float, known: Iterable[Schedule]
+) -> Schedule | None:
+    """Return the fastest schedule found that keeps the limit, None if none was found.
+
+    ``known`` are schedules of the placement, whatever they hold, whose orders and pairs take part.
+    """
+    runner = _PairedStateRunner(problem, effort)
+    good_enough = lower_bound * (1 + 1e-9)
+    orders = [*known, *_mixed_orders(name, problem, effort)]
+    starts = [coded for order in orders if (coded := runner.encoded(order)) is not None]
+    if not starts:
+        return None
+    moves = effort.moves // (2 * len(starts))
+    pool = sorted(
+        (
+            runner.polished(start, moves, _THRESHOLDS[0], good_enough, number)
+            for number, start in enumerate(starts)
+        ),
+        key=lambda entry: entry[0],
+    )[:_POOL]
+    moves = effort.moves // (2 * len(pool) * len(_THRESHOLDS))
+    for number, threshold in enumerate(_THRESHOLDS):
+        for place, start in enumerate(pool):
+            if pool[0][0] > good_enough:
+                found = runner.polished(start[1], moves, threshold, good_enough, 100 + number)
+                pool[place] = min(start, found, key=lambda entry: entry[0])
+    return runner.schedule(name, min(pool, key=lambda entry: entry[0])[1])
+
+
+def _mixed_orders(name: str, problem: Problem, effort: Effort) -> Iterator[Schedule]:
+    """Yield orders with pairs, found for costs of units that are dropped in part."""
+    problems = list(mixed_problems(problem))
+    for mixed in problems:
+        runner = PairRunner(mixed, effort)
+        for weights in climb_pairs(runner, effort.runs // len(problems), 0.0, 0)[:1]:
+            if runner.seconds_of(weights) < INFINITY:
+                yield runner.schedule(name, runner.copied())
+
+
+class _PairedStateRunner(StateRunner):
+    """Runner on orders of F, B and W whose flags tell what is joined, and what has an R."""
+
+    def __init__(self, problem: Problem, effort: Effort) -> None:
+        super().__init__(problem, effort)
+        self.exchange = exchange_of(problem, self.engine)
+
+    def encoded(self, schedule: Schedule) -> Coded | None:
+        """Encode a schedule, with what it joins, and drop what there is no room for."""
+        coded = self.with_states(schedule.ranks, schedule.pairs)
+        if coded is None:
+            return None
+        order, dropped = coded
+        codes = [int(code) for code in order if code < 3 * self.block]
+        flags = joined_flags(schedule, self.block)
+        flags = [flag + 2 * int(drop) for flag, drop in zip(flags, dropped, strict=True)]
+        return self.engine.integers(codes), self.engine.integers(flags)
+
+    def schedule(self, name: str, coded: Coded) -> Schedule:
+        """Decode a schedule."""
+        order, flags = coded
+        problem, m = self.problem, self.problem.num_microbatches
+        pairs = joined_passes(flags, m)
+        dropped = {divmod(unit, m) for unit, flag in enumerate(flags) if flag >= 2}
+        ranks = self.passes((order, [0] * self.block))
+        with_r = tuple(tuple(_with_r(passes, pairs, dropped)) for passes in ranks)
+        return Schedule(name, problem.placement, m, with_r, pairs=pairs)
+
+
+def _with_r(
+    passes: Sequence[Pass], pairs: frozenset[Pass], dropped: set[tuple[int, int]]
+) -> Iterator[Pass]:
+    """Yield the passes of a rank, with each R before its B, or before the pair that B is in."""
+    for place, p in enumerate(passes):
+        backward = passes[place + 1] if p in pairs else p
+        is_second = place > 0 and passes[place - 1] in pairs
+        if backward.kind is PassKind.B and backward[1:] in dropped and not is_second:
+            yield backward._replace(kind=PassKind.R)
+        yield p
