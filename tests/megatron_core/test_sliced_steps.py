@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,9 +15,15 @@ from gpt_cases import GPTCase, Outcome, run
 from ranks import RankPools
 from sizes import every_value
 
+from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.sliced_documents import starts_of
 from megatron_zb.megatron_core.slices import SlicedReading
+from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.slices import Slicing
 
 MICROBATCHES = 3
 PLAIN = GPTCase(layers=4, exact=True)
@@ -51,6 +61,7 @@ CASES = {
     ),
     "overlapped reduction": replace(PLAIN, data_parallel=2, overlap_grad_reduce=True),
 }
+USUAL = ((2, "2", "1f1b"), (2, "4", "v-half"), (2, "8", "auto"))
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto")
 
 
@@ -116,25 +127,41 @@ def outcomes(case: GPTCase, name: str) -> Outcome:
     return run(case, name, [MICROBATCHES], iterations=2)[MICROBATCHES]
 
 
+def one_by_one(_name: str, *, slices: Slicing, **_others: Any) -> Schedule:
+    """Return the order of one rank that has all layers: all F of a microbatch, then all B."""
+    cut = schedules.build("1f1b", pipeline_size=2, num_microbatches=MICROBATCHES, slices=slices)
+    units = [range(slices.slices * j, slices.slices * (j + 1)) for j in range(MICROBATCHES)]
+    order = [
+        Pass(kind, 0, unit)
+        for of_microbatch in units
+        for kind, places in ((PassKind.F, of_microbatch), (PassKind.BW, reversed(of_microbatch)))
+        for unit in places
+    ]
+    one_stage = Placement("one rank", 1, (0,))
+    return replace(cut, placement=one_stage, ranks=(tuple(order),)).validate()
+
+
+def on_one_rank(case: GPTCase) -> Outcome:
+    create = partial(PipelineAdapter.create, build=one_by_one)
+    with patch.object(PipelineAdapter, "create", create):
+        return outcomes(case, "1f1b")
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("p", "slices", "name"),
     [
-        name if name in ("v-half", "auto") else pytest.param(name, marks=pytest.mark.full)
-        for name in SCHEDULES[1:]
+        pytest.param(p, slices, name, marks=() if (p, slices, name) in USUAL else pytest.mark.full)
+        for p, slices, name in product((2, 4), ("2", "4", "8"), SCHEDULES)
     ],
 )
-def test_all_schedules_of_the_same_slices_are_equal_to_the_last_bit(
-    ranks: RankPools, name: str
+def test_a_sliced_step_is_that_of_the_same_slices_on_one_rank_to_the_last_bit(
+    ranks: RankPools, p: int, slices: str, name: str
 ) -> None:
-    case = GPTCase(layers=4, dtype="bfloat16", slices="4", tied=True)
-    expected, found = (ranks(2).run(outcomes, case=case, name=each) for each in ("1f1b", name))
-    assert [loss for one in found for loss in one.losses] == [
-        loss for one in expected for loss in one.losses
-    ]
-    gradients = [
-        {name: tensor for one in each for name, tensor in one.gradients.items()}
-        for each in (expected, found)
-    ]
-    assert gradients[0].keys() == gradients[1].keys()
-    for key, tensor in gradients[0].items():
-        assert torch.equal(tensor, gradients[1][key]), key
+    case = GPTCase(layers=2 * p, dtype="bfloat16", slices=slices)
+    (expected,) = ranks(1).run(on_one_rank, case=case)
+    found = ranks(p).run(outcomes, case=case, name=name)
+    assert [loss for one in found for loss in one.losses] == expected.losses
+    gradients = {name: tensor for one in found for name, tensor in one.gradients.items()}
+    assert gradients.keys() == expected.gradients.keys()
+    for key, tensor in gradients.items():
+        assert torch.equal(tensor, expected.gradients[key]), key
