@@ -77,6 +77,7 @@ def test_what_is_found_keeps_rules_limit_and_bound(drawn: tuple[Problem, Costs])
     assert (again.ranks, again.pairs) == (found.ranks, found.pairs)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not kernels.available(), reason="numba compiles the inner loops")
 def test_compiled_inner_loops_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     costs, place = costs_of(3), v_shape(3)
@@ -120,6 +121,7 @@ def test_what_is_made_again_exchanges_again() -> None:
     assert told.without_communication().recompute == pytest.approx((1.7, 1.7))
 
 
+@pytest.mark.full
 def test_below_1f1bs_memory_pairs_with_dropped_units_beat_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
