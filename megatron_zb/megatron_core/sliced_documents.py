@@ -48,34 +48,29 @@ def starts_of(microbatch: Mapping[str, Any], length: int) -> torch.Tensor:
 class Documents:
     """Starts of documents in the microbatches of a step, the same on all tensor ranks.
 
+    Made before the passes, since what tensor ranks exchange is waited for. Collective over them.
+
     Args:
-        found: starts by microbatch, where this rank reads data.
+        read: starts by microbatch, where this rank reads data.
         restarts: whether positions count from the start of a document.
+
+    Raises:
+        UsageError: the first tensor rank reads no data.
     """
 
-    def __init__(self, found: Mapping[int, torch.Tensor] | None, step: Step, *, restarts: bool):
-        self._read, self.restarts = found, restarts
-        self._shape = step.micro_batch_size, step.seq_length
-        self._group = step.pg_collection.tp
-        self._starts: dict[int, torch.Tensor] = {}
+    def __init__(
+        self, read: Mapping[int, torch.Tensor] | None, step: Step, *, restarts: bool
+    ) -> None:
+        self.restarts = restarts
+        self._starts = _shared(read or {}, step)
+        if bool((self._starts < 0).any()):
+            raise UsageError(
+                "--pipeline-slices needs the documents of samples on every stage: leave the flag "
+                "out for a script that reads them only on the first and the last"
+            )
 
     def starts(self, microbatch: int) -> torch.Tensor:
-        """Return where the document of each token starts, by sequence and token, on the CPU.
-
-        Collective over the tensor-parallel ranks at the first call, of which the first reads data.
-        """
-        if microbatch not in self._starts:
-            whole = torch.zeros(self._shape, dtype=torch.long, device=device())
-            if self._group.rank() == 0:
-                if self._read is None or microbatch not in self._read:
-                    raise UsageError(
-                        "--pipeline-slices needs the documents of samples on every stage: leave "
-                        "the flag out for a script that reads them only on the first and the last"
-                    )
-                whole.copy_(self._read[microbatch])
-            if self._group.size() > 1:
-                dist.broadcast(whole, dist.get_global_rank(self._group, 0), group=self._group)
-            self._starts[microbatch] = whole.cpu()
+        """Return where the document of each token starts, by sequence and token, on the CPU."""
         return self._starts[microbatch]
 
     def positions(self, microbatch: int, start: int, end: int) -> torch.Tensor:
@@ -107,6 +102,19 @@ class Documents:
             keys, values = (x[:, row : row + 1].split(reach)[1:] for x in (key, value))
             outputs.append(torch.cat(list(map(one, queries, keys, values))))
         return torch.cat(outputs, dim=1)
+
+
+def _shared(read: Mapping[int, torch.Tensor], step: Step) -> torch.Tensor:
+    """Return what the first tensor rank has read by microbatch, on the CPU; -1 for nothing."""
+    group = step.pg_collection.tp
+    whole = torch.full((step.num_microbatches, step.micro_batch_size, step.seq_length), -1)
+    for microbatch, starts in read.items() if group.rank() == 0 else ():
+        whole[microbatch] = starts
+    if group.size() == 1:
+        return whole
+    shared = whole.to(device())
+    dist.broadcast(shared, dist.get_global_rank(group, 0), group=group)
+    return shared.cpu()
 
 
 @dataclass

@@ -9,7 +9,7 @@ bfloat16 would lose digits with every slice.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -93,9 +93,9 @@ class SlicesPart(StepPart):
             for iterator in step.data_iterators
         ]
         step.data_iterators = list(self._readers)
-        for cut, reader in zip(self._cuts, self._readers, strict=True):
-            starts, restarts = reader.starts if reader else None, self.documents == ENDS
-            cut.documents = Documents(starts, step, restarts=restarts) if self.documents else None
+        for cut, reader in zip(self._cuts, self._readers, strict=True) if self.documents else ():
+            starts = None if reader is None else reader.read_ahead(step.num_microbatches)
+            cut.documents = Documents(starts, step, restarts=self.documents == ENDS)
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any]:
         return SlicedStage
@@ -355,10 +355,15 @@ class SlicedReading:
     ) -> None:
         self._whole, self.borders, self._has_documents = whole, borders, has_documents
         self._read, self._microbatch = 0, dict[str, Any]()
+        self._ahead = deque[dict[str, Any]]()
         self.masks: dict[int, torch.Tensor] = {}
         """Loss masks of whole microbatches, by number."""
-        self.starts: dict[int, torch.Tensor] = {}
-        """Where the document of each token starts, by number of the microbatch."""
+        self._starts: dict[int, torch.Tensor] = {}
+
+    def read_ahead(self, count: int) -> dict[int, torch.Tensor]:
+        """Read so many microbatches; return where the document of each token starts, by number."""
+        self._ahead.extend(self._checked(next(self._whole), j) for j in range(count))
+        return self._starts
 
     def __iter__(self) -> SlicedReading:
         return self
@@ -369,7 +374,8 @@ class SlicedReading:
     def __next__(self) -> dict[str, Any]:
         j, i = divmod(self._read, len(self.borders) - 1)
         if i == 0:
-            self._microbatch = self._checked(next(self._whole), j)
+            ahead = self._ahead
+            self._microbatch = ahead.popleft() if ahead else self._checked(next(self._whole), j)
             if LOSS_MASK in self._microbatch:
                 self.masks[j] = self._microbatch[LOSS_MASK]
         self._read += 1
@@ -383,7 +389,7 @@ class SlicedReading:
                 "dicts of tensors are cut into slices: leave the flag out for this data"
             )
         if self._has_documents:
-            self.starts[number] = starts_of(microbatch, self.borders[-1])
+            self._starts[number] = starts_of(microbatch, self.borders[-1])
         # attention is causal, whatever mask comes along
         left_out = {"attention_mask", "dataset_id"}  # the latter of a blend of data sets
         left_out |= OF_DOCUMENTS if self._has_documents else set()
