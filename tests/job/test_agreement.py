@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from megatron_zb.job.agreement import Disagreement, agree
+from megatron_zb.job.agreement import Disagreement, agree, compare
 
 
 def outcomes(ranks: list[dict[str, Any] | None], seconds: float = 20.0) -> list[str]:
@@ -70,3 +70,11 @@ def test_a_missing_rank_is_named_in_time(missing: int) -> None:
     said = set(outcomes(ranks, seconds=1.0))
     assert said == {f"rank {missing} has not come to the start of the job within 1 s"}
     assert time.monotonic() - start < 20
+
+
+def test_a_problem_is_reported_before_values_that_its_rank_does_not_have_yet() -> None:
+    whole = {"values": {"--a": 1, "--b": 2}, "problem": ""}
+    failed = {"values": {"--a": 1}, "problem": "no such file"}
+    assert compare({0: whole, 1: failed}) == "on rank 1: no such file"
+    different = {"values": {"--a": 3}, "problem": "no such file"}
+    assert "with different arguments: --a 1 on rank 0" in compare({0: whole, 1: different})
