@@ -44,7 +44,7 @@ TRAINING: dict[PassKind, Handler] = {
 class Side(NamedTuple):
     """One side of a pair: its kind, its stage, the microbatch and the messages that it reads.
 
-    ``handler`` runs it by itself; None for that of :data:`TRAINING`.
+    ``handler`` runs it outside the pair; None for that of :data:`TRAINING`.
     """
 
     kind: PassKind
@@ -54,7 +54,7 @@ class Side(NamedTuple):
     handler: Handler | None = None
 
     def run(self) -> torch.Tensor | None:
-        """Run the pass by itself; return the message that it makes, if any."""
+        """Run the pass outside the pair; return its message, None if it makes none."""
         handler = self.handler or TRAINING[self.kind]
         return handler(self.stage, self.microbatch, *self.received)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import hypothesis
 import pytest
 import sizes
+from drawn_limits import within_a_limit
 from hypothesis import strategies as st
 
 from megatron_zb import schedules
@@ -18,7 +18,7 @@ from megatron_zb.schedules.lowering import RunPair, lower
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape, wave
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search import kernels, paired_states, placement_search, state_search
+from megatron_zb.schedules.search import kernels, paired_states, placement_search
 from megatron_zb.schedules.search.hill_climbing import Effort
 from megatron_zb.schedules.search.paired_states import search_paired_states
 from megatron_zb.schedules.search.place_w import GapFiller
@@ -37,7 +37,7 @@ def costs_of(p: int, exchange: float = 0.5) -> Costs:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
-    """A zig-zag or a loop with costs of its own for every rank, and any limit that can do."""
+    """A zig-zag or a loop with drawn costs of every rank, within a drawn memory limit."""
     p, m = draw(st.integers(2, 4)), draw(st.integers(1, 6))
     place = draw(st.sampled_from([looped, wave]))(p, draw(st.sampled_from([2, 4])))
     times = [draw(st.lists(st.floats(0.2, 2.0), min_size=p, max_size=p)) for _ in range(6)]
@@ -45,10 +45,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
         pipeline_size=p, forward=times[0], backward=times[1], weight=times[2], p2p=0.05
     ).with_communication(forward=times[3], backward=times[4], pair_loss=0.03)
     costs = costs.with_recomputation(kept_input=draw(st.floats(0.0, 0.2)), seconds=times[5])
-    problem = Problem(place, m, costs.for_placement(place), (1e9,) * p)
-    factor = draw(st.floats(1.0, 3.0))
-    limit = tuple(factor * state_search.smallest_limit(problem, r) for r in range(p))
-    return replace(problem, limit=limit), costs
+    return within_a_limit(draw, place, m, costs), costs
 
 
 @hypothesis.given(problems())

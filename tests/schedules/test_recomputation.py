@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 import sizes
 from brief_searches import briefly
+from drawn_limits import within_a_limit
 from hypothesis import strategies as st
 
 from megatron_zb import schedules
@@ -127,7 +128,7 @@ def test_where_nothing_can_be_gained_nothing_is_dropped() -> None:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
-    """A zig-zag or a loop with costs of its own for every rank, and any limit that can do."""
+    """A zig-zag or a loop with drawn costs of every rank, within a drawn memory limit."""
     p, m = draw(st.integers(2, 5)), draw(st.integers(1, 7))
     place = draw(st.sampled_from([looped, wave]))(p, draw(st.sampled_from([1, 2, 4])))
     hypothesis.assume(place.num_stages > 1)
@@ -142,11 +143,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
         activation=held,
         held_for_weight=[h * draw(st.floats(0.0, 1.0)) for h in held],
     ).with_recomputation(kept_input=draw(st.floats(0.0, 0.2)), seconds=times[3])
-    table = costs.for_placement(place)
-    problem = Problem(place, m, table, (1e9,) * p)
-    factor = draw(st.floats(1.0, 3.0))
-    limit = tuple(factor * state_search.smallest_limit(problem, r) for r in range(p))
-    return replace(problem, limit=limit), costs
+    return within_a_limit(draw, place, m, costs), costs
 
 
 @hypothesis.given(problems())

@@ -31,7 +31,7 @@ class Found:
 
 _Weighed = tuple[float, PriorityWeights]  # seconds of the order, and what led to it
 
-_CLIMBS = 3  # from the same presets with other dice; each takes its share of the runs
+_CLIMBS = 3  # from the same presets with other seeds; each takes its share of the runs
 POOL = 4  # weights that a climb goes on from
 _KEPT = 2  # of the pool, to be polished
 # The loss that polishing accepts at first, in mean passes: for the starts in turn, then for the

@@ -25,7 +25,7 @@ from megatron_zb.schedules.search.priority_weights import PriorityWeights
 from megatron_zb.schedules.search.runner import Coded, Effort, Problem, Runner
 
 _PAIR_PRESETS = Path(__file__).with_name("pair_presets.csv")
-_CLIMBS = 8  # each with dice of its own: a long climb gains less than another one
+_CLIMBS = 8  # each from another seed: a long climb gains less than a further one
 _RUNS = 500  # of a climb, at least
 _POLISHED_PAIRS = 8  # starts that are polished, the fastest ones
 _THRESHOLDS = (0.3, 0.15)  # the loss that polishing accepts at first, in mean passes
