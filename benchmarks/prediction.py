@@ -227,8 +227,8 @@ class Planned:
 def _planned(args: argparse.Namespace, profile: Path) -> list[Planned]:
     """What ``plan --profile`` ranks, the fastest first; the same on all ranks."""
     from megatron_zb.measured.profile import read_profile
-    from megatron_zb.planner import from_profile
-    from megatron_zb.planner.strategy import candidates_of
+    from megatron_zb_plan import from_profile
+    from megatron_zb_plan.strategy import candidates_of
 
     found: list[Any] = [None]
     if dist.get_rank() == 0:

@@ -10,15 +10,15 @@ from typing import Any
 import yaml
 
 from megatron_zb.parsing import GIB
-from megatron_zb.planner.device import DeviceConfig, read_device
-from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.operators import model_flops
-from megatron_zb.planner.prediction import IterationSettings, Prediction, predict
-from megatron_zb.planner.search import search
-from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.stages import cut_into_stages
-from megatron_zb.planner.strategy import Choices, Strategy, candidates_of
-from megatron_zb.planner.work import Workload
+from megatron_zb_plan.device import DeviceConfig, read_device
+from megatron_zb_plan.model import ModelConfig, read_model
+from megatron_zb_plan.operators import model_flops
+from megatron_zb_plan.prediction import IterationSettings, Prediction, predict
+from megatron_zb_plan.search import search
+from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.stages import cut_into_stages
+from megatron_zb_plan.strategy import Choices, Strategy, candidates_of
+from megatron_zb_plan.work import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "docs" / "results" / "published_throughput.yaml"

@@ -25,6 +25,11 @@ MOVED = {
     "megatron_zb.training": "megatron_zb_train",
     "megatron_zb.pretrain_gpt": "megatron_zb_train.pretrain_gpt",
     "megatron_zb.distill_gpt": "megatron_zb_distill.distill_gpt",
+    "megatron_zb.planner.attention": "megatron_zb_plan.mixers",
+    "megatron_zb.planner": "megatron_zb_plan",
+    "megatron_zb.cli.plan": "megatron_zb_plan.cli",
+    "megatron_zb.cli.plan_request": "megatron_zb_plan.request",
+    "megatron_zb.drawing.html_plan": "megatron_zb_plan.page",
     "megatron_zb.cli.pipe_bd_flags": "megatron_zb_distill.cli",
     "megatron_zb.cli.plan_distillation": "megatron_zb_distill.plan",
     "megatron_zb.cli.quickstart": "megatron_zb_train.quickstart",
@@ -32,7 +37,6 @@ MOVED = {
     "megatron_zb.cli.watched_run": "megatron_zb_train.watched_run",
     "megatron_zb.runtime.synthetic_steps": "megatron_zb_train.synthetic_steps",
     "megatron_zb.megatron_core.initialisation": "megatron_zb.megatron_core.random_streams",
-    "megatron_zb.planner.attention": "megatron_zb.planner.mixers",
 }
 
 

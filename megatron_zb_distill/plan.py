@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_zb.cli import plan_request
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.parsing import GIB, flag_of, gib
 from megatron_zb_distill.planning import DistillPlanJob, DistillPlanRow, flags_of, rows
 from megatron_zb_distill.student import read_student
+from megatron_zb_plan import request
 
 # Of other plans, with what they have when they are not given.
 _OF_OTHERS = {
@@ -61,7 +61,7 @@ def _read(arguments: argparse.Namespace) -> DistillPlanJob:
             "the arguments of a training do not describe a distillation: give the teacher with "
             "--config, or leave out --student-config"
         )
-    plan, _ = plan_request.read(argparse.Namespace(**{**vars(arguments), "micro_batch_size": None}))
+    plan, _ = request.read(argparse.Namespace(**{**vars(arguments), "micro_batch_size": None}))
     path = path_of("--student-config", "students", arguments.student_config)
     return DistillPlanJob(
         teacher=plan.model,

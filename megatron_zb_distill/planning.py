@@ -1,6 +1,6 @@
 """``megatron-zb plan --student-config``: the distribution of a distillation before it runs.
 
-Times are counted as those of training are (:mod:`megatron_zb.planner.work`); a measured run finds
+Times are counted as those of training are (:mod:`megatron_zb_plan.work`); a measured run finds
 its own. Imports neither torch nor Megatron.
 """
 
@@ -11,14 +11,6 @@ from dataclasses import dataclass
 
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import gib
-from megatron_zb.planner import byte_counts
-from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT
-from megatron_zb.planner.device import DeviceConfig
-from megatron_zb.planner.mixers import GROUPED
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.operators import weights_of
-from megatron_zb.planner.strategy import Strategy
-from megatron_zb.planner.work import Workload
 from megatron_zb_distill.schedule.distribution import (
     BlockCosts,
     Distribution,
@@ -26,6 +18,14 @@ from megatron_zb_distill.schedule.distribution import (
     evenly,
 )
 from megatron_zb_distill.student import BlockShape, StudentConfig, TeacherShape, library
+from megatron_zb_plan import byte_counts
+from megatron_zb_plan.byte_counts import GRADIENT, OPTIMIZER, WEIGHT
+from megatron_zb_plan.device import DeviceConfig
+from megatron_zb_plan.mixers import GROUPED
+from megatron_zb_plan.model import ModelConfig
+from megatron_zb_plan.operators import weights_of
+from megatron_zb_plan.strategy import Strategy
+from megatron_zb_plan.work import Workload
 
 _LOSS = 12
 """Bytes of traffic for each element of a block's output in the loss and its gradient."""

@@ -1,16 +1,47 @@
-"""What packages beside this one add to ``show``, ``export`` and ``plan``."""
+"""What packages beside this one add to the command line: commands, schedules, kinds of plan."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
-from megatron_zb.schedules import Timeline
+if TYPE_CHECKING:
+    from megatron_zb.schedules import Timeline
 
-# Packages that may be installed, each with a module `cli` that is an Extension.
-_PACKAGES = ("megatron_zb_distill",)
+# Packages that may be installed, each with a module `cli`: a WithCommands, an Extension.
+_WITH_COMMANDS = ("megatron_zb_plan",)
+_WITH_SCHEDULES = ("megatron_zb_distill",)
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+class WithCommands(Protocol):
+    """A module that adds commands of its package."""
+
+    def add_commands(self, commands: Commands) -> None:
+        """Add the commands, each with :func:`add_command`."""
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int | None],
+    summary: str,
+    description: str,
+) -> argparse.ArgumentParser:
+    """Add a command that calls ``run``; the summary stands in the list of all commands."""
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(command=run)
+    return command
 
 
 class Extension(Protocol):
@@ -49,13 +80,19 @@ class Extension(Protocol):
         """
 
 
+def packages_with_commands() -> list[WithCommands]:
+    """Import the modules with commands of the packages that are installed."""
+    return [cast(WithCommands, module) for module in _installed(_WITH_COMMANDS)]
+
+
 def extensions() -> list[Extension]:
     """Import the extensions that are installed."""
-    return [
-        cast(Extension, import_module(f"{package}.cli"))
-        for package in _PACKAGES
-        if find_spec(package) is not None
-    ]
+    return [cast(Extension, module) for module in _installed(_WITH_SCHEDULES)]
+
+
+def _installed(packages: tuple[str, ...]) -> list[ModuleType]:
+    found = [package for package in packages if find_spec(package) is not None]
+    return [import_module(f"{package}.cli") for package in found]
 
 
 def extension_of(name: str | None) -> Extension | None:

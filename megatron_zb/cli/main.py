@@ -8,16 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 from megatron_zb import __version__
 from megatron_zb.cli.ending import ended, told_if_slow
+from megatron_zb.cli.extensions import Commands, add_command
 
-FLAGS_HELP = """\
-Print the arguments of Megatron-LM that describe a model, one word on a line, for scripts. Data and
-parallel sizes are not among them."""
 DOCTOR_HELP = """\
 List the installed versions, which of them fit, which optional parts are active, and a remedy for
 each missing part. Given a Megatron-LM checkout, list also whether it is supported, what its
@@ -41,6 +38,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line, which raises UsageError for mistakes."""
+    from megatron_zb.cli.extensions import packages_with_commands
     from megatron_zb.parsing import Parser
 
     top: argparse.ArgumentParser = Parser(
@@ -51,37 +49,16 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_show(commands)
     _add_export(commands)
-    _add_plan(commands)
+    for package in packages_with_commands():
+        package.add_commands(commands)
     _add_trace(commands)
-    _add_flags(commands)
     _add_check(commands)
     _add_verify(commands)
     _add_doctor(commands)
     return top
 
 
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-
-def _added(
-    commands: _Commands,
-    name: str,
-    run: Callable[[argparse.Namespace], int | None],
-    summary: str,
-    description: str,
-) -> argparse.ArgumentParser:
-    """Add a command that calls ``run``; the summary stands in the list of all commands."""
-    command = commands.add_parser(
-        name,
-        help=summary,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(command=run)
-    return command
-
-
-def _add_show(commands: _Commands) -> None:
+def _add_show(commands: Commands) -> None:
     from megatron_zb import schedules
     from megatron_zb.cli import show
     from megatron_zb.cli.extensions import extensions
@@ -91,10 +68,10 @@ def _add_show(commands: _Commands) -> None:
     names = [*schedules.names(), *(extension.NAME for extension in added)]
     helps = [show.SHOW_HELP, *(extension.SHOW_HELP for extension in added)]
     description = "\n".join([*helps, f"schedules: {', '.join(names)}"])
-    show.add_show(_added(commands, "show", show.show, summary, description))
+    show.add_show(add_command(commands, "show", show.show, summary, description))
 
 
-def _add_export(commands: _Commands) -> None:
+def _add_export(commands: Commands) -> None:
     from megatron_zb import schedules
     from megatron_zb.cli import show
     from megatron_zb.cli.extensions import extensions
@@ -102,108 +79,33 @@ def _add_export(commands: _Commands) -> None:
     summary = "write a schedule for torch.distributed.pipelining or a trace viewer"
     helps = [show.EXPORT_HELP, *(extension.EXPORT_HELP for extension in extensions())]
     description = "\n".join([*helps, f"schedules: {', '.join(schedules.names())}"])
-    show.add_export(_added(commands, "export", show.export, summary, description))
+    show.add_export(add_command(commands, "export", show.export, summary, description))
 
 
-def _add_plan(commands: _Commands) -> None:
-    from megatron_zb.cli import plan as planning
-
-    summary = "find the fastest schedule for a model and a cluster, and what it costs in memory"
-    planning.add_arguments(_added(commands, "plan", _plan, summary, planning.HELP))
-
-
-def _plan(arguments: argparse.Namespace) -> None:
-    from megatron_zb.cli import plan as planning
-    from megatron_zb.cli.extensions import extensions
-
-    if any(extension.plan(arguments) for extension in extensions()):
-        return
-    run = planning.run if arguments.profile is None else planning.run_measured
-    if arguments.html is None:
-        run(arguments)
-        return
-    from megatron_zb import files
-    from megatron_zb.drawing import html_page
-
-    html_page.check(arguments.html)
-    files.check_writable(arguments.html)
-    if arguments.profile is None:
-        from megatron_zb.drawing import html_plan
-
-        found = planning.run(arguments)
-        with told_if_slow(f"drawing {arguments.html}"):
-            html_plan.save_plan(arguments.html, found)
-    else:
-        from megatron_zb.drawing import html_plan
-        from megatron_zb.measured import trace
-
-        path = trace.trace_path(arguments.profile)
-        step = trace.compare(arguments.profile) if path.is_file() else None
-        measured = planning.run_measured(arguments)
-        with told_if_slow(f"drawing {arguments.html}"):
-            html_plan.save_measured_plan(arguments.html, *measured, step)
-    if arguments.format != "json":
-        print(arguments.html)
-
-
-def _add_trace(commands: _Commands) -> None:
+def _add_trace(commands: Commands) -> None:
     from megatron_zb.cli import trace as tracing
 
     summary = "compare a step of a run with what its profile predicts"
-    tracing.add_arguments(_added(commands, "trace", tracing.run, summary, tracing.HELP))
+    tracing.add_arguments(add_command(commands, "trace", tracing.run, summary, tracing.HELP))
 
 
-def _add_flags(commands: _Commands) -> None:
-    from megatron_zb.cli.plan import add_model
-
-    summary = "print the arguments of Megatron-LM that describe a model of configs/models"
-    flags = _added(commands, "flags", _flags, summary, FLAGS_HELP)
-    add_model(flags, required=True)
-    what = flags.add_mutually_exclusive_group()
-    what.add_argument(
-        "--schedule",
-        action="store_true",
-        help="print the recommended schedule, with its flags, instead",
-    )
-    what.add_argument(
-        "--mock-data",
-        action="store_true",
-        help="add those for made-up data with the model's vocabulary",
-    )
-
-
-def _flags(arguments: argparse.Namespace) -> None:
-    from megatron_zb.measured.config import path_of
-    from megatron_zb.planner.model import read_model
-    from megatron_zb.planner.model_flags import mock_data_flags, model_flags
-
-    model = read_model(path_of("--config", "models", arguments.config))
-    if arguments.schedule:
-        asked = model.recommended
-        more = " --pipeline-vocabulary on" if asked and asked.cuts_vocabulary else ""
-        print(asked.schedule + more if asked else "none")
-    else:
-        words = mock_data_flags(model) if arguments.mock_data else []
-        print("\n".join([*model_flags(model), *words]))
-
-
-def _add_check(commands: _Commands) -> None:
+def _add_check(commands: Commands) -> None:
     from megatron_zb.cli import check
 
     summary = "check the arguments of a training against a schedule, before it is started"
-    check.add_arguments(_added(commands, "check", check.run, summary, check.HELP))
+    check.add_arguments(add_command(commands, "check", check.run, summary, check.HELP))
 
 
-def _add_verify(commands: _Commands) -> None:
+def _add_verify(commands: Commands) -> None:
     from megatron_zb.cli import verify
 
     summary = "run a training with and without its schedule, and compare its losses"
-    verify.add_arguments(_added(commands, "verify", verify.run, summary, verify.HELP))
+    verify.add_arguments(add_command(commands, "verify", verify.run, summary, verify.HELP))
 
 
-def _add_doctor(commands: _Commands) -> None:
+def _add_doctor(commands: Commands) -> None:
     summary = "list what is installed, what fits, and a remedy for each missing part"
-    doctor = _added(commands, "doctor", _doctor, summary, DOCTOR_HELP)
+    doctor = add_command(commands, "doctor", _doctor, summary, DOCTOR_HELP)
     doctor.add_argument(
         "checkout", type=Path, nargs="?", metavar="MEGATRON_LM", help="a Megatron-LM checkout"
     )

@@ -69,7 +69,7 @@ def _write_picture(found: ComparedStep, path: Path, profile: Path) -> None:
 
 
 def _write_page(found: ComparedStep, path: Path, profile: Path) -> None:
-    from megatron_zb.drawing.html_plan import save_step
+    from megatron_zb.drawing.html_run import save_step
     from megatron_zb.measured.profile import read_profile
 
     save_step(path, read_profile(profile), found)

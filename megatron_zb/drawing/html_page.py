@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 ENDING = ".html"
 SCRIPTS = ("simulator.js", "drawing.js", "explorer.js", "wider.js")
 STYLE = "style.css"
-_PARTS = Path(__file__).resolve().parent / "html_parts"
+PARTS = Path(__file__).resolve().parent / "html_parts"
 
 
 def check(path: Path) -> None:
@@ -55,12 +55,12 @@ def check(path: Path) -> None:
     _environment()
 
 
-def write(path: Path, template: str, context: dict[str, Any]) -> None:
+def write(path: Path, template: Path, context: dict[str, Any]) -> None:
     """Fill a template and write it.
 
     Args:
         path: the file; its folder is made.
-        template: the name of a file in the folder ``html_parts``.
+        template: a file, which extends ``base.html`` of the folder ``html_parts``.
         context: what the template calls by name; text in it is escaped.
 
     Raises:
@@ -69,8 +69,8 @@ def write(path: Path, template: str, context: dict[str, Any]) -> None:
     check(path)
     scripts, style = {name: _part(name) for name in SCRIPTS}, _part(STYLE)
     text = (
-        _environment()
-        .get_template(template)
+        _environment(template.parent)
+        .get_template(template.name)
         .render(
             **context,
             constants=html_drawing.constants(),
@@ -87,7 +87,7 @@ def write(path: Path, template: str, context: dict[str, Any]) -> None:
         raise UsageError(f"cannot write '{path}': {error.strerror}") from error
 
 
-def _environment() -> Environment:
+def _environment(folder: Path = PARTS) -> Environment:
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError as error:
@@ -95,7 +95,7 @@ def _environment() -> Environment:
             "pages need jinja2: install it with pip install 'megatron-zb[plots]'"
         ) from error
     return Environment(
-        loader=FileSystemLoader(_PARTS),
+        loader=FileSystemLoader([folder, PARTS]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -108,7 +108,7 @@ def _part(name: str) -> Any:
     """Return a file of the package as markup, to be embedded in the page unchanged."""
     from markupsafe import Markup
 
-    return Markup("\n" + (_PARTS / name).read_text(encoding="utf-8"))
+    return Markup("\n" + (PARTS / name).read_text(encoding="utf-8"))
 
 
 def _policy(scripts: Any, style: str) -> str:
@@ -297,7 +297,7 @@ def save_schedule(
     check_size(timeline.schedule)
     write(
         path,
-        "schedule.html",
+        PARTS / "schedule.html",
         {
             "title": f"{timeline.schedule.name} - megatron_zb",
             "name": timeline.schedule.name,

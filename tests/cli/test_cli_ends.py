@@ -18,12 +18,12 @@ from traced_steps import profile, ran
 
 from megatron_zb.cli import check, doctor, show, trace, verify
 from megatron_zb.cli import main as cli
-from megatron_zb.cli import plan as planning
 from megatron_zb.cli.ending import ended, told_if_slow
 from megatron_zb.errors import UsageError, told_if_missing
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.measured.trace import write_trace
 from megatron_zb_distill import cli as distillation
+from megatron_zb_plan import cli as planning
 from megatron_zb_train import quickstart
 
 COMMAND = [sys.executable, "-m", "megatron_zb.cli"]
@@ -104,7 +104,7 @@ INTERRUPTED_AT_A_START = """
 import signal, sys
 from multiprocessing import util
 from megatron_zb.cli import main as cli
-from megatron_zb.planner import workers
+from megatron_zb_plan import workers
 
 spawn = util.spawnv_passfds
 

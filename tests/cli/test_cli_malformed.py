@@ -181,8 +181,8 @@ def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- megatron-zb
 
 SHOW = """
- | COMMAND is missing: give one of show, export, plan, trace, flags, check, verify, doctor
-shw | give one of show, export, plan, trace, flags, check, verify, doctor (did you mean show?)
+ | COMMAND is missing: give one of show, export, plan, flags, trace, check, verify, doctor
+shw | give one of show, export, plan, flags, trace, check, verify, doctor (did you mean show?)
 --verson | COMMAND is missing: give one of show
 show | no schedule was asked for: give NAME, such as v-half, or --csv FILE
 show v-half | v-half needs --pipeline-size P and --num-microbatches M

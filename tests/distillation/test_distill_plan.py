@@ -16,12 +16,12 @@ from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import builtin_folder
 from megatron_zb.parsing import GIB
-from megatron_zb.planner.device import read_device
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.strategy import Strategy
-from megatron_zb.planner.work import Workload
 from megatron_zb_distill.planning import DistillPlanJob, block_costs, rows
 from megatron_zb_distill.student import StudentConfig
+from megatron_zb_plan.device import read_device
+from megatron_zb_plan.model import ModelConfig
+from megatron_zb_plan.strategy import Strategy
+from megatron_zb_plan.work import Workload
 
 BLOCKS = 8
 TEACHER = ModelConfig.model_validate(

@@ -12,7 +12,7 @@ from states import with_states
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
-from megatron_zb.drawing.html_plan import save_step
+from megatron_zb.drawing.html_run import save_step
 from megatron_zb.measured.profile import HostLinkProfile, Profile
 from megatron_zb.measured.trace import ComparedStep, compared, of_spans
 from megatron_zb.schedules import Costs, PassKind, Schedule

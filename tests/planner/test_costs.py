@@ -8,18 +8,18 @@ import pytest
 from small_models import a100, load, small
 
 from megatron_zb import schedules
-from megatron_zb.planner import byte_counts
-from megatron_zb.planner.device import DeviceConfig, Link, Places
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.operators import all_weights, model_flops
-from megatron_zb.planner.prediction import IterationSettings, peak_of, predict, worst_rank
-from megatron_zb.planner.stages import cut_into_stages
-from megatron_zb.planner.step import seconds_apart
-from megatron_zb.planner.strategy import candidates_of
-from megatron_zb.planner.work import PassSeconds
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import looped, v_shape
+from megatron_zb_plan import byte_counts
+from megatron_zb_plan.device import DeviceConfig, Link, Places
+from megatron_zb_plan.model import ModelConfig
+from megatron_zb_plan.operators import all_weights, model_flops
+from megatron_zb_plan.prediction import IterationSettings, peak_of, predict, worst_rank
+from megatron_zb_plan.stages import cut_into_stages
+from megatron_zb_plan.step import seconds_apart
+from megatron_zb_plan.strategy import candidates_of
+from megatron_zb_plan.work import PassSeconds
 
 
 def gapless() -> DeviceConfig:
@@ -273,9 +273,9 @@ def test_many_microbatches_are_continued_from_the_steady_state(
         chunks = 2 if candidate.takes_chunks else None
         staged = cut_into_stages(load(model), candidate, chunks)
         assert staged is not None
-        monkeypatch.setattr("megatron_zb.planner.prediction._MOST_PASSES", 10**9)
+        monkeypatch.setattr("megatron_zb_plan.prediction._MOST_PASSES", 10**9)
         whole = predict(staged, candidate, IterationSettings(64), chunks)
-        monkeypatch.setattr("megatron_zb.planner.prediction._MOST_PASSES", 1)
+        monkeypatch.setattr("megatron_zb_plan.prediction._MOST_PASSES", 1)
         continued = predict(staged, candidate, IterationSettings(64), chunks)
         assert continued.pipeline_seconds == pytest.approx(whole.pipeline_seconds, rel=0.01)
 

@@ -12,8 +12,8 @@ import pytest
 from small_models import load, small
 
 from megatron_zb.cli import main as cli
-from megatron_zb.planner import byte_counts
-from megatron_zb.planner.work import Workload
+from megatron_zb_plan import byte_counts
+from megatron_zb_plan.work import Workload
 
 SIZES = "--config llama3_70b --gpus 32 --device h100_sxm --tensor 4 --pipeline 8"
 SCHEDULES = (

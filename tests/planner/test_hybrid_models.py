@@ -15,16 +15,16 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.random_streams import global_parameters
-from megatron_zb.planner import byte_counts
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.model_flags import model_flags
-from megatron_zb.planner.operators import all_weights, model_flops, weights_of
-from megatron_zb.planner.prediction import IterationSettings, predict
-from megatron_zb.planner.stages import cut_into_stages
-from megatron_zb.planner.strategy import Choices, candidates_of, strategies
-from megatron_zb.planner.table import flags
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.placement import Placement, looped, v_shape
+from megatron_zb_plan import byte_counts
+from megatron_zb_plan.model import ModelConfig
+from megatron_zb_plan.model_flags import model_flags
+from megatron_zb_plan.operators import all_weights, model_flops, weights_of
+from megatron_zb_plan.prediction import IterationSettings, predict
+from megatron_zb_plan.stages import cut_into_stages
+from megatron_zb_plan.strategy import Choices, candidates_of, strategies
+from megatron_zb_plan.table import flags
 
 EXPERTS = {"experts": 8, "top_k": 2, "ffn_hidden_size": 512}
 

@@ -15,14 +15,14 @@ from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.fit import Fit, FittedPart, Variant
 from megatron_zb.measured.profile import Profile, read_profile, write_profile
-from megatron_zb.planner.from_profile import ProfileRequest, rows
-from megatron_zb.planner.strategy import (
+from megatron_zb.schedules.placement import looped, v_shape
+from megatron_zb.schedules.request import LimitTooSmall
+from megatron_zb_plan.from_profile import ProfileRequest, rows
+from megatron_zb_plan.strategy import (
     MEGATRON_INTERLEAVED,
     MEGATRON_OVERLAP,
     candidates_of,
 )
-from megatron_zb.schedules.placement import looped, v_shape
-from megatron_zb.schedules.request import LimitTooSmall
 
 
 def test_parts_are_read_off_the_stages() -> None:

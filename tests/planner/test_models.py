@@ -11,9 +11,9 @@ from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
-from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.model_flags import mock_data_flags, model_flags
-from megatron_zb.planner.operators import all_weights
+from megatron_zb_plan.model import ModelConfig, read_model
+from megatron_zb_plan.model_flags import mock_data_flags, model_flags
+from megatron_zb_plan.operators import all_weights
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 DEVICES = MODELS.parent / "devices"

@@ -9,13 +9,13 @@ from rich.console import Console
 from small_models import a100, small
 
 from megatron_zb.parsing import GIB
-from megatron_zb.planner import table
-from megatron_zb.planner.prediction import overheads
-from megatron_zb.planner.search import Plan, search
-from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.strategy import Choices, candidates_of
 from megatron_zb.schedules import lower, simulate
 from megatron_zb.schedules.waiting_kernels import waiting_kernels
+from megatron_zb_plan import table
+from megatron_zb_plan.prediction import overheads
+from megatron_zb_plan.search import Plan, search
+from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.strategy import Choices, candidates_of
 
 
 def plan(tensor: int) -> Plan:

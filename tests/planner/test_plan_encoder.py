@@ -12,13 +12,13 @@ from small_models import load, small
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
-from megatron_zb.planner.byte_counts import WEIGHT, ActivationBytes, layer_held
-from megatron_zb.planner.encoder import CountedEncoder
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.operators import model_flops
-from megatron_zb.planner.stages import StageWorkload
-from megatron_zb.planner.work import PassSeconds
 from megatron_zb.schedules.placement import Placement
+from megatron_zb_plan.byte_counts import WEIGHT, ActivationBytes, layer_held
+from megatron_zb_plan.encoder import CountedEncoder
+from megatron_zb_plan.model import ModelConfig
+from megatron_zb_plan.operators import model_flops
+from megatron_zb_plan.stages import StageWorkload
+from megatron_zb_plan.work import PassSeconds
 
 LIKE_THE_LAYERS = {
     "layers": 3,

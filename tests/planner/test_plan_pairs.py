@@ -10,20 +10,20 @@ from brief_searches import briefly
 from small_models import a100, load, small
 
 from megatron_zb.parsing import GIB
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.prediction import Prediction
-from megatron_zb.planner.search import Plan, search
-from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.stages import cut_into_stages, worth_a_simulation
-from megatron_zb.planner.strategy import (
+from megatron_zb.schedules.simulator import simulate
+from megatron_zb_plan.model import ModelConfig
+from megatron_zb_plan.prediction import Prediction
+from megatron_zb_plan.search import Plan, search
+from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.stages import cut_into_stages, worth_a_simulation
+from megatron_zb_plan.strategy import (
     MEGATRON_1F1B,
     MEGATRON_INTERLEAVED,
     MEGATRON_OVERLAP,
     Choices,
     candidates_of,
 )
-from megatron_zb.planner.table import flags, setting_of
-from megatron_zb.schedules.simulator import simulate
+from megatron_zb_plan.table import flags, setting_of
 
 FLAG = "--overlap-moe-expert-parallel-comm"
 ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(4,), recompute=("none",), expert=(16,))

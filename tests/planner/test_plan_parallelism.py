@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from megatron_zb.cli import main as cli
-from megatron_zb.planner import byte_counts
-from megatron_zb.planner.device import DeviceConfig, read_device
-from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.operators import all_weights, model_flops
-from megatron_zb.planner.prediction import IterationSettings, predict
-from megatron_zb.planner.search import search
-from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.stages import cut_into_stages
-from megatron_zb.planner.step import Travel
-from megatron_zb.planner.strategy import MEGATRON_1F1B, Choices, Strategy, candidates_of, strategies
-from megatron_zb.planner.table import flags
-from megatron_zb.planner.work import Workload
+from megatron_zb_plan import byte_counts
+from megatron_zb_plan.device import DeviceConfig, read_device
+from megatron_zb_plan.model import ModelConfig, read_model
+from megatron_zb_plan.operators import all_weights, model_flops
+from megatron_zb_plan.prediction import IterationSettings, predict
+from megatron_zb_plan.search import search
+from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.stages import cut_into_stages
+from megatron_zb_plan.step import Travel
+from megatron_zb_plan.strategy import MEGATRON_1F1B, Choices, Strategy, candidates_of, strategies
+from megatron_zb_plan.table import flags
+from megatron_zb_plan.work import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,24 +17,24 @@ from small_models import ROOT, SMALL, a100, load, small
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
-from megatron_zb.cli import plan
 from megatron_zb.parsing import GIB
-from megatron_zb.planner import table
-from megatron_zb.planner.prediction import IterationSettings, predict
-from megatron_zb.planner.reasons import reason, recommendation, recommended
-from megatron_zb.planner.search import Plan, search, searched_by_auto
-from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.stages import cut_into_stages
-from megatron_zb.planner.strategy import (
+from megatron_zb.schedules.placement import wave
+from megatron_zb_plan import cli as plan
+from megatron_zb_plan import table
+from megatron_zb_plan.prediction import IterationSettings, predict
+from megatron_zb_plan.reasons import reason, recommendation, recommended
+from megatron_zb_plan.search import Plan, search, searched_by_auto
+from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.stages import cut_into_stages
+from megatron_zb_plan.strategy import (
     MEGATRON_1F1B,
     MEGATRON_INTERLEAVED,
     Choices,
     candidates_of,
     with_those_of_auto,
 )
-from megatron_zb.planner.table import flags
-from megatron_zb.planner.workers import workers
-from megatron_zb.schedules.placement import wave
+from megatron_zb_plan.table import flags
+from megatron_zb_plan.workers import workers
 
 
 def job(**changes: Any) -> PlanJob:

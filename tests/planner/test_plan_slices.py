@@ -15,27 +15,28 @@ from small_models import a100, load, small
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
-from megatron_zb.cli.plan_request import read_training
 from megatron_zb.errors import UsageError
 from megatron_zb.job import settings
 from megatron_zb.megatron_core.refusals import Asked, of_arguments, refusals
 from megatron_zb.megatron_lm import argument_table
 from megatron_zb.parsing import GIB
-from megatron_zb.planner import byte_counts
-from megatron_zb.planner.model_flags import model_flags
-from megatron_zb.planner.operators import attention_flops
-from megatron_zb.planner.prediction import (
+from megatron_zb.schedules.slices import costs_of
+from megatron_zb_plan import byte_counts
+from megatron_zb_plan.model_flags import model_flags
+from megatron_zb_plan.operators import attention_flops
+from megatron_zb_plan.prediction import (
     IterationSettings,
     Prediction,
     ordered,
     peak_of,
     predict,
 )
-from megatron_zb.planner.search import Plan, search
-from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.slices import unrolled, with_slices
-from megatron_zb.planner.stages import StageWorkload, cut_into_stages
-from megatron_zb.planner.strategy import (
+from megatron_zb_plan.request import read_training
+from megatron_zb_plan.search import Plan, search
+from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.slices import unrolled, with_slices
+from megatron_zb_plan.stages import StageWorkload, cut_into_stages
+from megatron_zb_plan.strategy import (
     MEGATRON_CONTEXT,
     MEGATRON_FULL,
     MEGATRON_OWN,
@@ -45,8 +46,7 @@ from megatron_zb.planner.strategy import (
     sliced,
     strategies,
 )
-from megatron_zb.planner.table import as_json, flags
-from megatron_zb.schedules.slices import costs_of
+from megatron_zb_plan.table import as_json, flags
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
@@ -150,7 +150,7 @@ def test_many_microbatches_are_continued_from_the_first_ones(
         return predict(cut("1f1b", slices=8), of("1f1b"), IterationSettings(32), None)
 
     whole = seconds()
-    monkeypatch.setattr("megatron_zb.planner.prediction._MOST_PASSES", 100)
+    monkeypatch.setattr("megatron_zb_plan.prediction._MOST_PASSES", 100)
     few = seconds()
     assert few.schedule is not None
     assert few.schedule.num_microbatches == 4 * 8

@@ -11,14 +11,14 @@ from small_models import a100, load, small
 
 from megatron_zb.cli import main as cli
 from megatron_zb.parsing import GIB, gib
-from megatron_zb.planner.byte_counts import ActivationBytes
-from megatron_zb.planner.prediction import peak_of
-from megatron_zb.planner.search import Plan, search
-from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.stages import cut_into_stages
-from megatron_zb.planner.strategy import Choices, candidates_of
-from megatron_zb.planner.table import as_json, flags
 from megatron_zb.schedules import Pass, PassKind
+from megatron_zb_plan.byte_counts import ActivationBytes
+from megatron_zb_plan.prediction import peak_of
+from megatron_zb_plan.search import Plan, search
+from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.stages import cut_into_stages
+from megatron_zb_plan.strategy import Choices, candidates_of
+from megatron_zb_plan.table import as_json, flags
 
 ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))
 F, B, W, R, D, H = (getattr(PassKind, kind) for kind in "FBWRDH")

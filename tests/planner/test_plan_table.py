@@ -11,11 +11,11 @@ from rich.console import Console
 from small_models import a100, small
 
 from megatron_zb.parsing import GIB
-from megatron_zb.planner import table
-from megatron_zb.planner.reasons import is_named_too, margin, reason
-from megatron_zb.planner.search import Plan, search
-from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.strategy import Choices, candidates_of
+from megatron_zb_plan import table
+from megatron_zb_plan.reasons import is_named_too, margin, reason
+from megatron_zb_plan.search import Plan, search
+from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.strategy import Choices, candidates_of
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 

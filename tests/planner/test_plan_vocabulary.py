@@ -13,29 +13,29 @@ from small_models import ROOT, SMALL, a100, load, small
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
-from megatron_zb.drawing.html_plan import save_plan
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import GIB
-from megatron_zb.planner import byte_counts
-from megatron_zb.planner.device import DeviceConfig, read_device
-from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.prediction import IterationSettings, peak_of, predict
-from megatron_zb.planner.reasons import gain_of_cut, recommendation, vocabulary
-from megatron_zb.planner.search import WORTH_A_CHANGE, Plan, search
-from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.stages import StageWorkload, cut_into_stages
-from megatron_zb.planner.strategy import Choices, ScheduleCandidate, candidates_of
-from megatron_zb.planner.table import flags
-from megatron_zb.planner.vocabulary import (
+from megatron_zb.schedules import Pass, PassKind
+from megatron_zb.schedules.placement import looped, v_shape
+from megatron_zb_plan import byte_counts
+from megatron_zb_plan.device import DeviceConfig, read_device
+from megatron_zb_plan.model import ModelConfig, read_model
+from megatron_zb_plan.page import save_plan
+from megatron_zb_plan.prediction import IterationSettings, peak_of, predict
+from megatron_zb_plan.reasons import gain_of_cut, recommendation, vocabulary
+from megatron_zb_plan.search import WORTH_A_CHANGE, Plan, search
+from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.stages import StageWorkload, cut_into_stages
+from megatron_zb_plan.strategy import Choices, ScheduleCandidate, candidates_of
+from megatron_zb_plan.table import flags
+from megatron_zb_plan.vocabulary import (
     CONNECTION,
     CountedShard,
     can_be_shared,
     more_connections,
     why_not_cut,
 )
-from megatron_zb.planner.work import PassSeconds
-from megatron_zb.schedules import Pass, PassKind
-from megatron_zb.schedules.placement import looped, v_shape
+from megatron_zb_plan.work import PassSeconds
 
 LARGE = 32_000 * 8
 HYBRID: dict[str, Any] = {"hybrid_layer_pattern": "*-*-*-*-", "layers": 8}

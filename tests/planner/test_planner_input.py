@@ -14,8 +14,8 @@ from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.parsing import GIB, size_in_bytes
-from megatron_zb.planner.device import DeviceConfig, read_device
-from megatron_zb.planner.model import ModelConfig
+from megatron_zb_plan.device import DeviceConfig, read_device
+from megatron_zb_plan.model import ModelConfig
 
 DEVICES = sorted((ROOT / "configs" / "devices").glob("*.yaml"))
 

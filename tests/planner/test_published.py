@@ -10,7 +10,7 @@ import pytest
 from brief_searches import briefly
 from small_models import ROOT
 
-from megatron_zb.planner.strategy import candidates_of
+from megatron_zb_plan.strategy import candidates_of
 
 
 def validation() -> ModuleType:

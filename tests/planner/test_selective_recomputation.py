@@ -7,9 +7,9 @@ from small_models import load, small
 
 from megatron_zb.cli import main
 from megatron_zb.errors import UsageError
-from megatron_zb.planner import byte_counts, operators
-from megatron_zb.planner.mixers import LatentAttention
-from megatron_zb.planner.model import Experts, ModelConfig
+from megatron_zb_plan import byte_counts, operators
+from megatron_zb_plan.mixers import LatentAttention
+from megatron_zb_plan.model import Experts, ModelConfig
 
 TOKENS, HIDDEN, HEADS = 1024, 1024, 16
 TOP_K, INNER, SHARED = 2, 512, 256

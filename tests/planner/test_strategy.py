@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_zb.planner.byte_counts import StateBytes
-from megatron_zb.planner.strategy import Strategy
+from megatron_zb_plan.byte_counts import StateBytes
+from megatron_zb_plan.strategy import Strategy
 
 
 @pytest.mark.parametrize(

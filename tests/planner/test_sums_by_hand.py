@@ -13,15 +13,15 @@ from small_models import a100, load, small
 from megatron_zb.measured.balance import attention_of, of_arguments
 from megatron_zb.measured.fit import Fit, Variant
 from megatron_zb.measured.profile import Profile
-from megatron_zb.planner import from_profile
-from megatron_zb.planner.byte_counts import StateBytes
-from megatron_zb.planner.from_profile import ProfileRequest
-from megatron_zb.planner.mixers import LatentAttention, latent_attention
-from megatron_zb.planner.step import Travel, by_formula, seconds_apart
-from megatron_zb.planner.strategy import candidates_of
-from megatron_zb.planner.work import PassSeconds
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.step_plan import NO_ATTENTION, AttentionWork
+from megatron_zb_plan import from_profile
+from megatron_zb_plan.byte_counts import StateBytes
+from megatron_zb_plan.from_profile import ProfileRequest
+from megatron_zb_plan.mixers import LatentAttention, latent_attention
+from megatron_zb_plan.step import Travel, by_formula, seconds_apart
+from megatron_zb_plan.strategy import candidates_of
+from megatron_zb_plan.work import PassSeconds
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ import pytest
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
-from megatron_zb.planner.device import read_device
-from megatron_zb.planner.model import read_model
-from megatron_zb.planner.search import Plan, search
-from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.strategy import Choices, candidates_of
-from megatron_zb.planner.unequal import (
+from megatron_zb.schedules.step_plan import Lengths
+from megatron_zb_plan.device import read_device
+from megatron_zb_plan.model import read_model
+from megatron_zb_plan.search import Plan, search
+from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.strategy import Choices, candidates_of
+from megatron_zb_plan.unequal import (
     SequenceLengths,
     attention_of,
     evenly,
@@ -26,7 +27,6 @@ from megatron_zb.planner.unequal import (
     together,
     with_lengths,
 )
-from megatron_zb.schedules.step_plan import Lengths
 
 SIZES = "--config llama3_8b --gpus 8 --device h100_sxm --tensor 2 --pipeline 4".split()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from small_trees import checkout_tree
 
-from megatron_zb.planner.model import read_model
+from megatron_zb_plan.model import read_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["pretrain_gpt", "pretrain_llama", "pretrain_moe", "pretrain_gpt_slurm"]

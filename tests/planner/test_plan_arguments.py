@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zb.cli import main, plan_request
+from megatron_zb.cli import main
 from megatron_zb.errors import UsageError
-from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.model_flags import mock_data_flags, model_flags
+from megatron_zb_plan import request
+from megatron_zb_plan.model import ModelConfig, read_model
+from megatron_zb_plan.model_flags import mock_data_flags, model_flags
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs/models").glob("*.yaml"))
 DENSE = (
@@ -27,7 +28,7 @@ def words_of(model: ModelConfig) -> list[str]:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_words_of_a_model_describe_it(path: Path) -> None:
     model = read_model(path)
-    read, sizes = plan_request.read_training(words_of(model))
+    read, sizes = request.read_training(words_of(model))
     unsaid = dict.fromkeys(("name", "source", "recommended", "published", "tokenizer"))
     explicit = {"ffn_hidden_size": model.ffn}
     assert read.model_copy(update=unsaid) == model.model_copy(update={**unsaid, **explicit})
@@ -67,15 +68,15 @@ def test_given_sizes_are_kept_and_the_others_chosen() -> None:
     words = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --micro-batch-size 2"
     more = "--recompute-granularity full --fp8-format hybrid --expert-model-parallel-size 8"
     sizes = {"tensor": "1", "pipeline": "4", "micro_batch_size": "2"}
-    assert plan_request.read_training([*DENSE, *words.split()])[1] == sizes
+    assert request.read_training([*DENSE, *words.split()])[1] == sizes
     more_sizes = {"recompute": "full", "precision": "fp8", "expert": "8"}
-    found = plan_request.read_training([*SPARSE, *words.split(), *more.split()])[1]
+    found = request.read_training([*SPARSE, *words.split(), *more.split()])[1]
     assert found == {**sizes, **more_sizes}
-    assert plan_request.read_training([*DENSE, "--recompute-activations"])[1] == {
+    assert request.read_training([*DENSE, "--recompute-activations"])[1] == {
         "recompute": "selective"
     }
     modules = "--recompute-granularity selective --recompute-modules moe_act layernorm".split()
-    found = plan_request.read_training([*SPARSE, *modules])[1]
+    found = request.read_training([*SPARSE, *modules])[1]
     assert found == {"recompute": "moe_act+layernorm"}
 
 
@@ -84,7 +85,7 @@ def test_given_sizes_are_kept_and_the_others_chosen() -> None:
     [("1", 0), ("([0]*3+[1]*5)", 3), ("[0,0,1,1,1,1,1,1]", 2), ("([0]+[1]*7)", 1)],
 )
 def test_dense_layers_before_those_with_experts(words: str, dense: int) -> None:
-    model, _ = plan_request.read_training([*SPARSE, "--moe-layer-freq", words])
+    model, _ = request.read_training([*SPARSE, "--moe-layer-freq", words])
     assert model.experts is not None
     assert model.experts.dense_layers == dense
 
@@ -107,7 +108,7 @@ def test_dense_layers_before_those_with_experts(words: str, dense: int) -> None:
 )
 def test_what_cannot_be_planned_is_refused_in_one_sentence(words: list[str], named: str) -> None:
     with pytest.raises(UsageError) as raised:
-        plan_request.read_training(words)
+        request.read_training(words)
     assert named in str(raised.value)
     assert "\n" not in str(raised.value)
 

@@ -20,17 +20,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_zb.planner.byte_counts import ActivationBytes, keys_and_values
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.strategy import (
+from megatron_zb.schedules import Pass, PassKind
+from megatron_zb.schedules.slices import Slicing
+from megatron_zb_plan.byte_counts import ActivationBytes, keys_and_values
+from megatron_zb_plan.model import ModelConfig
+from megatron_zb_plan.strategy import (
     MEGATRON_CONTEXT,
     MEGATRON_FULL,
     ScheduleCandidate,
     sliced,
 )
-from megatron_zb.planner.work import Workload
-from megatron_zb.schedules import Pass, PassKind
-from megatron_zb.schedules.slices import Slicing
+from megatron_zb_plan.work import Workload
 
 
 def why_not_sliced(model: ModelConfig, *, post_validation: bool, vocabulary: str) -> str | None:

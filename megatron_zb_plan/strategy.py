@@ -13,14 +13,14 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.fit import Variant
 from megatron_zb.parsing import flag_of
-from megatron_zb.planner.device import DeviceConfig
-from megatron_zb.planner.mixers import MAMBA
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.operators import RECOMPUTE
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.layout import Layers, Layout, spread
 from megatron_zb.schedules.placement import Placement, v_shape
 from megatron_zb.schedules.sliced_families import SLICED
+from megatron_zb_plan.device import DeviceConfig
+from megatron_zb_plan.mixers import MAMBA
+from megatron_zb_plan.model import ModelConfig
+from megatron_zb_plan.operators import RECOMPUTE
 
 # --- strategies
 

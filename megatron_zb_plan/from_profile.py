@@ -25,9 +25,14 @@ from megatron_zb.measured.exchange import with_exchange
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.parsing import GIB
-from megatron_zb.planner.prediction import PlanRow
-from megatron_zb.planner.search import VARIANTS, PlanSearch, Watch, silent
-from megatron_zb.planner.strategy import (
+from megatron_zb.schedules import Timeline, layout
+from megatron_zb.schedules.layout import Layers, Layout
+from megatron_zb.schedules.lowering import peak_with_messages
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.request import Limit, LimitTooSmall
+from megatron_zb_plan.prediction import PlanRow
+from megatron_zb_plan.search import VARIANTS, PlanSearch, Watch, silent
+from megatron_zb_plan.strategy import (
     MEGATRON_INTERLEAVED,
     MEGATRON_OVERLAP,
     ScheduleCandidate,
@@ -35,12 +40,7 @@ from megatron_zb.planner.strategy import (
     names_in,
     of_overlap,
 )
-from megatron_zb.planner.table import schedule_flags
-from megatron_zb.schedules import Timeline, layout
-from megatron_zb.schedules.layout import Layers, Layout
-from megatron_zb.schedules.lowering import peak_with_messages
-from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.request import Limit, LimitTooSmall
+from megatron_zb_plan.table import schedule_flags
 
 _LARGE = 20_000  # passes: more are not lowered for their messages
 

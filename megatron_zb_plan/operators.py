@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from operator import add
 
 from megatron_zb.errors import UsageError
-from megatron_zb.planner.model import ModelConfig
+from megatron_zb_plan.model import ModelConfig
 
 
 @dataclass(frozen=True)

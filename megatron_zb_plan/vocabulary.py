@@ -1,6 +1,6 @@
 """Seconds and bytes of vocabulary parallelism over all pipeline ranks.
 
-Counted as :mod:`megatron_zb.planner.work` counts, kernel by kernel of the passes O, V, P, E and G:
+Counted as :mod:`megatron_zb_plan.work` counts, kernel by kernel of the passes O, V, P, E and G:
 
 - O multiplies for the logits of its rows and for its part of the input gradient, V for its weight
   gradient; each reads and writes its logits some times in 32 bits. All of it, and the kernels'
@@ -26,11 +26,11 @@ from megatron_zb.measured.usual_gpu import (
     LOGIT_IN_O,
     LOGIT_IN_V,
 )
-from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, ActivationBytes, StateBytes
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.strategy import Strategy
-from megatron_zb.planner.work import PassSeconds, Workload
 from megatron_zb.schedules.placement import Placement
+from megatron_zb_plan.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, ActivationBytes, StateBytes
+from megatron_zb_plan.model import ModelConfig
+from megatron_zb_plan.strategy import Strategy
+from megatron_zb_plan.work import PassSeconds, Workload
 
 _KERNELS_OF_O, _KERNELS_OF_V = 16, 8
 _KERNELS_OF_P, _KERNELS_OF_A_PART = 14, 8

@@ -33,18 +33,18 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from megatron_zb.measured.usual_gpu import LOGIT_IN_B, LOGIT_IN_F
-from megatron_zb.planner.device import DeviceConfig, Rate
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.operators import (
+from megatron_zb.schedules import Costs
+from megatron_zb.schedules.slices import Slicing
+from megatron_zb_plan.device import DeviceConfig, Rate
+from megatron_zb_plan.model import ModelConfig
+from megatron_zb_plan.operators import (
     Operator,
     attention_flops,
     operators_of,
     predicted_layers,
     recomputed,
 )
-from megatron_zb.planner.strategy import SLICE_STEP, Strategy
-from megatron_zb.schedules import Costs
-from megatron_zb.schedules.slices import Slicing
+from megatron_zb_plan.strategy import SLICE_STEP, Strategy
 
 # A random number of dropout costs as much time as this many bytes of traffic. An assumption.
 _RANDOM = 6

@@ -25,11 +25,6 @@ from rich.text import Text
 
 from megatron_zb import files, schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.planner.prediction import Prediction
-from megatron_zb.planner.search import Plan
-from megatron_zb.planner.stages import average_layer
-from megatron_zb.planner.table import name_in, setting_of
-from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Costs, Schedule, catalog
 from megatron_zb.schedules.simulator import Timeline
 from megatron_zb.schedules.step_plan import (
@@ -39,6 +34,11 @@ from megatron_zb.schedules.step_plan import (
     plan_step,
     usual_limit,
 )
+from megatron_zb_plan.prediction import Prediction
+from megatron_zb_plan.search import Plan
+from megatron_zb_plan.stages import average_layer
+from megatron_zb_plan.table import name_in, setting_of
+from megatron_zb_plan.work import Workload
 
 _STEPS = 3
 # Replicas of a step that are drawn at most: more wait for the slowest hardly longer.

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, StateBytes
-from megatron_zb.planner.device import Link
-from megatron_zb.planner.stages import StageWorkload
-from megatron_zb.planner.work import PassSeconds, Workload
 from megatron_zb.schedules import Pass, PassKind
 from megatron_zb.schedules.simulator import Timeline
+from megatron_zb_plan.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, StateBytes
+from megatron_zb_plan.device import Link
+from megatron_zb_plan.stages import StageWorkload
+from megatron_zb_plan.work import PassSeconds, Workload
 
 
 @dataclass(frozen=True)

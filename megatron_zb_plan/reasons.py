@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_zb.parsing import gib
-from megatron_zb.planner.prediction import Prediction
-from megatron_zb.planner.search import WORTH_A_CHANGE, Plan
+from megatron_zb_plan.prediction import Prediction
+from megatron_zb_plan.search import WORTH_A_CHANGE, Plan
 
 _LEVEL = 0.0005
 AUTO = "auto"

@@ -14,14 +14,12 @@ from pages import Element, Page
 from small_models import SMALL, a100, small
 
 from megatron_zb.cli import main as cli
-from megatron_zb.drawing import html_plan, terminal
-from megatron_zb.drawing.chart import Axis
 from megatron_zb.parsing import GIB
-from megatron_zb.planner import table
-from megatron_zb.planner.search import Plan, search
-from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.strategy import Choices, candidates_of
-from megatron_zb.planner.table import Point, is_on_front, points
+from megatron_zb_plan import chart, page, table
+from megatron_zb_plan.chart import Axis, Point, is_on_front, points
+from megatron_zb_plan.search import Plan, search
+from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.strategy import Choices, candidates_of
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
@@ -95,8 +93,8 @@ def test_the_text_has_each_point_in_its_cell(
 ) -> None:
     found = made_up(sizes)
     limit = max(p.gib for p in found) * spare
-    text = terminal.plan_chart(found, limit)
-    assert max(map(len, text.splitlines())) <= terminal.WIDTH
+    text = chart.plan_chart(found, limit)
+    assert max(map(len, text.splitlines())) <= chart.WIDTH
     assert text.isascii()
     rows = rows_of(text)
     gib = Axis.around([*(p.gib for p in found), limit])
@@ -119,7 +117,7 @@ def test_the_text_has_each_point_in_its_cell(
 
 def test_points_apart_have_their_numbers_beside_them() -> None:
     found = made_up([(10, 900), (40, 1000), (70, 800)])
-    rows = rows_of(terminal.plan_chart(found, 80))
+    rows = rows_of(chart.plan_chart(found, 80))
     assert [re.sub("[ :]", "", row) for row in rows if re.search(r"\d", row)] == ["*1", "*2", "o3"]
     assert {row[67] for row in rows} == {":"}  # the limit, at the last tick
 
@@ -137,23 +135,23 @@ def test_the_command_prints_the_chart_where_it_is_asked_for(
         printed.append(capsys.readouterr().out)
     without, with_chart, told = printed
     assert with_chart.startswith(without)
-    chart = with_chart.removeprefix(without)
-    assert max(map(len, chart.splitlines())) <= terminal.WIDTH
+    drawn = with_chart.removeprefix(without)
+    assert max(map(len, drawn.splitlines())) <= chart.WIDTH
     ranked = json.loads(told)["ranked"]
     sizes = [(row["memory"]["total"] / GIB, row["tokens_per_second_per_gpu"]) for row in ranked]
     for place, (gib, tokens) in enumerate(sizes, 1):
         said = f"{tokens:.0f} tokens/s/GPU in {gib:.1f} GiB"
-        assert bool(re.search(rf"^  {place}\. .*: {said}$", chart, re.M)) is front(
+        assert bool(re.search(rf"^  {place}\. .*: {said}$", drawn, re.M)) is front(
             gib, tokens, sizes
         )
-    assert f": all of a GPU, {json.loads(told)['gpu_memory'] / GIB:.1f} GiB" in chart
+    assert f": all of a GPU, {json.loads(told)['gpu_memory'] / GIB:.1f} GiB" in drawn
 
 
 # --- on the page ----------------------------------------------------------------------------------
 
 
 def drawn(found: list[Point], limit: float) -> Element:
-    return Page(str(html_plan.draw_chart(found, limit, "speed"))).root.one("svg", of="chart")
+    return Page(str(page.draw_chart(found, limit, "speed"))).root.one("svg", of="chart")
 
 
 def place_of(point: Element) -> tuple[float, float]:
@@ -174,8 +172,8 @@ def test_the_picture_has_each_point_in_its_place(
         assert ("best" in group.attributes["class"].split()) is point.on_front
         assert point.sentence in group.one("title").text
         x, y = place_of(group)
-        assert 0 <= x <= html_plan.WIDTH
-        assert 0 <= y <= html_plan.HEIGHT
+        assert 0 <= x <= page.WIDTH
+        assert 0 <= y <= page.HEIGHT
         written = group.one("text").attributes
         assert abs(float(written["x"]) - x) < 24
         assert abs(float(written["y"]) - y) < 24

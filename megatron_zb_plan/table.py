@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -10,9 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_zb.parsing import GIB, gib
-from megatron_zb.planner.operators import modules_of
-from megatron_zb.planner.prediction import PlanRow, Prediction, RankMemory, overheads
-from megatron_zb.planner.reasons import (
+from megatron_zb.schedules import layout
+from megatron_zb.schedules.layout import placed_pattern
+from megatron_zb_plan.operators import modules_of
+from megatron_zb_plan.prediction import PlanRow, Prediction, RankMemory, overheads
+from megatron_zb_plan.reasons import (
     activation_states,
     gain_of_cut,
     is_named_too,
@@ -23,10 +24,8 @@ from megatron_zb.planner.reasons import (
     recommended,
     vocabulary,
 )
-from megatron_zb.planner.search import Plan
-from megatron_zb.planner.strategy import Strategy
-from megatron_zb.schedules import layout
-from megatron_zb.schedules.layout import placed_pattern
+from megatron_zb_plan.search import Plan
+from megatron_zb_plan.strategy import Strategy
 
 # --- arguments
 
@@ -362,42 +361,3 @@ def _slices(row: Prediction, *, asked: bool) -> dict[str, Any]:
     """Return the number of slices and their tokens, where slices were asked for."""
     lengths = None if row.slicing is None else row.slicing.lengths
     return {"slices": row.load.strategy.slices, "slice_tokens": lengths} if asked else {}
-
-
-# --- points of speed and memory, and the Pareto front ---------------------------------------------
-
-
-@dataclass(frozen=True)
-class Point:
-    """A row of a plan: its place in the table, GiB of its worst rank, tokens per second and GPU.
-
-    ``on_front``: no other row is as fast in as little memory, or better in one of them.
-    """
-
-    place: int
-    name: str
-    setting: str
-    gib: float
-    tokens: float
-    on_front: bool
-
-    @property
-    def sentence(self) -> str:
-        """The row in words, without its place."""
-        return f"{self.name}, {self.setting}: {self.tokens:.0f} tokens/s/GPU in {self.gib:.1f} GiB"
-
-
-def points(plan: Plan) -> list[Point]:
-    """Return a point for each row of the table, fastest first."""
-    rows = [(place, plan.ranked[index]) for place, index in places(plan)]
-    sizes = [(row.memory.total / GIB, row.tokens_per_gpu) for _, row in rows]
-    return [
-        Point(place, name_in(plan, row), setting_of(row), *size, on_front=is_on_front(size, sizes))
-        for (place, row), size in zip(rows, sizes, strict=True)
-    ]
-
-
-def is_on_front(size: tuple[float, float], sizes: list[tuple[float, float]]) -> bool:
-    """Return whether none of ``sizes`` has less memory and as many tokens, or more and as much."""
-    memory, tokens = size
-    return not any(other != size and other[0] <= memory and other[1] >= tokens for other in sizes)

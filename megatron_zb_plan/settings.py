@@ -12,29 +12,29 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_zb.errors import UsageError
-from megatron_zb.planner import byte_counts
-from megatron_zb.planner.byte_counts import ActivationBytes, StateBytes
-from megatron_zb.planner.device import DeviceConfig
-from megatron_zb.planner.encoder import CountedEncoder
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.operators import modules_of
-from megatron_zb.planner.prediction import IterationSettings
-from megatron_zb.planner.slices import are_long, prefix, why_not_sliced
-from megatron_zb.planner.stages import StageWorkload, average_layer, worth_a_simulation
-from megatron_zb.planner.step import at_least, by_formula
-from megatron_zb.planner.strategy import (
+from megatron_zb.schedules import Costs, catalog
+from megatron_zb.schedules.bounds import lower_bound, period_bound
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.sliced_families import sliced_bound
+from megatron_zb_plan import byte_counts
+from megatron_zb_plan.byte_counts import ActivationBytes, StateBytes
+from megatron_zb_plan.device import DeviceConfig
+from megatron_zb_plan.encoder import CountedEncoder
+from megatron_zb_plan.model import ModelConfig
+from megatron_zb_plan.operators import modules_of
+from megatron_zb_plan.prediction import IterationSettings
+from megatron_zb_plan.slices import are_long, prefix, why_not_sliced
+from megatron_zb_plan.stages import StageWorkload, average_layer, worth_a_simulation
+from megatron_zb_plan.step import at_least, by_formula
+from megatron_zb_plan.strategy import (
     Choices,
     ScheduleCandidate,
     Strategy,
     said_of_none,
     strategies,
 )
-from megatron_zb.planner.vocabulary import CountedShard, can_be_shared, why_not_cut
-from megatron_zb.planner.work import PassSeconds, Workload
-from megatron_zb.schedules import Costs, catalog
-from megatron_zb.schedules.bounds import lower_bound, period_bound
-from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.sliced_families import sliced_bound
+from megatron_zb_plan.vocabulary import CountedShard, can_be_shared, why_not_cut
+from megatron_zb_plan.work import PassSeconds, Workload
 
 # --- estimates by formula
 

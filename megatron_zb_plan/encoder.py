@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_zb.planner.byte_counts import (
+from megatron_zb_plan.byte_counts import (
     GRADIENT,
     OPTIMIZER,
     WEIGHT,
@@ -23,9 +23,9 @@ from megatron_zb.planner.byte_counts import (
     layer_held,
     rank_states,
 )
-from megatron_zb.planner.model import Encoder, ModelConfig
-from megatron_zb.planner.operators import model_flops
-from megatron_zb.planner.work import PassSeconds, Workload
+from megatron_zb_plan.model import Encoder, ModelConfig
+from megatron_zb_plan.operators import model_flops
+from megatron_zb_plan.work import PassSeconds, Workload
 
 
 @dataclass(frozen=True)

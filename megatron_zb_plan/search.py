@@ -16,10 +16,12 @@ from typing import Any, Protocol, TypeVar
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import gib
-from megatron_zb.planner.prediction import Ordered, Prediction, ordered
-from megatron_zb.planner.settings import SLACK, CountedSetting, CountedSettings, PlanJob
-from megatron_zb.planner.stages import StageWorkload
-from megatron_zb.planner.strategy import (
+from megatron_zb.schedules import Costs, Schedule
+from megatron_zb.schedules.placement import Placement
+from megatron_zb_plan.prediction import Ordered, Prediction, ordered
+from megatron_zb_plan.settings import SLACK, CountedSetting, CountedSettings, PlanJob
+from megatron_zb_plan.stages import StageWorkload
+from megatron_zb_plan.strategy import (
     MEGATRON_OVERLAP,
     NO_PIPELINE,
     ScheduleCandidate,
@@ -27,9 +29,7 @@ from megatron_zb.planner.strategy import (
     of_overlap,
     with_those_of_auto,
 )
-from megatron_zb.planner.workers import Each
-from megatron_zb.schedules import Costs, Schedule
-from megatron_zb.schedules.placement import Placement
+from megatron_zb_plan.workers import Each
 
 WORTH_A_CHANGE = 0.01  # of the tokens per second; predictions are not better than that
 # Most schedules to try with vocabulary parallelism or pairs: these searches take seconds.

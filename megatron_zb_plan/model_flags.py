@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of
-from megatron_zb.planner.mixers import MAMBA, Mixer
-from megatron_zb.planner.model import Experts, ModelConfig, Rotary, Router
+from megatron_zb_plan.mixers import MAMBA, Mixer
+from megatron_zb_plan.model import Experts, ModelConfig, Rotary, Router
 
 
 def model_flags(model: ModelConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Pages of a plan, from counted costs or from a profile, and of a measured step.
+"""Pages of a plan, from counted costs or from a profile.
 
 The chart of a plan's rows has tokens per second over memory, the Pareto front, and a GPU's memory.
 Nothing needs colour: points of the front are filled and joined by a line, others are rings, and
@@ -14,31 +14,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_zb import schedules
-from megatron_zb.drawing import html_drawing, html_page
+from megatron_zb.drawing import html_page, html_run
 from megatron_zb.drawing.chart import (
     MEMORY_SHADES,
     MILLISECONDS,
-    Axis,
     memory_lines,
     one_f_one_b_peak,
     worst_of,
 )
 from megatron_zb.drawing.html_page import picture
-from megatron_zb.measured.fit import Fit
-from megatron_zb.measured.profile import Profile
-from megatron_zb.measured.trace import ComparedStep, StepDifference
+from megatron_zb.measured.trace import ComparedStep
 from megatron_zb.parsing import GIB, gib
-from megatron_zb.planner import table
-from megatron_zb.planner.from_profile import MeasuredRow, ProfileRequest
-from megatron_zb.planner.prediction import Prediction
-from megatron_zb.planner.reasons import reason
-from megatron_zb.planner.search import Plan
-from megatron_zb.planner.strategy import MEGATRON_1F1B
-from megatron_zb.planner.table import Point, flags, points
-from megatron_zb.schedules import Timeline
+from megatron_zb_plan import table
+from megatron_zb_plan.chart import Axis, Point, points
+from megatron_zb_plan.from_profile import MeasuredRow, ProfileRequest
+from megatron_zb_plan.prediction import Prediction
+from megatron_zb_plan.reasons import reason
+from megatron_zb_plan.search import Plan
+from megatron_zb_plan.strategy import MEGATRON_1F1B
+from megatron_zb_plan.table import flags
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+
+_TEMPLATE = Path(__file__).resolve().parent / "plan.html"
 
 
 # --- tokens per second over memory
@@ -211,7 +210,7 @@ def save_plan(path: Path, plan: Plan) -> None:
     job = plan.job
     html_page.write(
         path,
-        "plan.html",
+        _TEMPLATE,
         {
             "title": f"{job.model.name} on {job.gpus} {job.device.name} - megatron_zb",
             "job": job,
@@ -333,7 +332,7 @@ def _explorer(plan: Plan) -> dict[str, Any]:
     return html_page.explorer_context(alike, costs, unit=MILLISECONDS)
 
 
-# --- ``plan --profile FILE --html`` and ``trace FILE --output``
+# --- ``plan --profile FILE --html``
 
 
 def save_measured_plan(
@@ -349,50 +348,17 @@ def save_measured_plan(
         UsageError: the file cannot be written, or jinja2 is missing.
     """
     best = {f"{place}. {row.name}": row.timeline for place, row in enumerate(found, 1)}
-    _write(
+    html_run.write_run(
         path,
         asked.profile,
         {
             "microbatches": asked.num_microbatches,
             "rows": [_measured_row(row, place) for place, row in enumerate(found, 1)],
             "missing": missing,
-            "pictures": _measured_pictures(dict(islice(best.items(), _DRAWN))),
-            **_step(compared),
+            "pictures": html_run.pictures_of(dict(islice(best.items(), _DRAWN))),
+            **html_run.step_of(compared),
         },
         [row.timeline for row in found],
-    )
-
-
-def save_step(path: Path, profile: Profile, compared: ComparedStep) -> None:
-    """Write the page of one step, as it ran and as its profile predicts it.
-
-    Raises:
-        UsageError: the file cannot be written, or jinja2 is missing.
-    """
-    nothing: dict[str, Any] = {"rows": [], "missing": {}, "pictures": []}
-    context = {"microbatches": profile.num_microbatches, **nothing, **_step(compared)}
-    _write(path, profile, context, [compared.predicted])
-
-
-def _write(path: Path, profile: Profile, context: dict[str, Any], own: list[Timeline]) -> None:
-    embedding, output = Fit.of(profile).in_layers()
-    p = profile.pipeline_size
-    html_page.write(
-        path,
-        "run.html",
-        {
-            "title": f"{profile.schedule} on {p} ranks, measured - megatron_zb",
-            "profile": profile,
-            "ends": f"the embedding counts for {embedding:.2f} layers, the output layer for "
-            f"{output:.2f}",
-            "stages": _stages(profile),
-            "links": [
-                {"from": link.source, "to": link.target, "ms": f"{1000 * link.seconds:.4g}"}
-                for link in profile.links
-            ],
-            "explorer": html_page.explorer_context(own, unit=MILLISECONDS),
-            **context,
-        },
     )
 
 
@@ -408,62 +374,4 @@ def _measured_row(row: MeasuredRow, place: int) -> dict[str, str]:
         "rank": str(row.rank),
         "layers": "even" if row.is_even else row.written,
         "flags": " \\\n  ".join(row.flags),
-    }
-
-
-def _stages(profile: Profile) -> list[dict[str, str]]:
-    return [
-        {
-            "stage": str(number),
-            "rank": str(stage.rank),
-            "layers": stage.layers,
-            "forward": f"{1000 * stage.forward:.4g}",
-            "backward": f"{1000 * stage.backward:.4g}",
-            "weight": f"{1000 * stage.weight:.4g}",
-            "activation": f"{stage.activation / 2**20:.4g}",
-            "held": f"{stage.held_for_weight / 2**20:.4g}",
-        }
-        for number, stage in enumerate(profile.stages)
-    ]
-
-
-def _step(compared: ComparedStep | None) -> dict[str, Any]:
-    """Return both pictures of a step, and the table of where they differ."""
-    if compared is None:
-        return {"step": [], "differences": []}
-    return {
-        "step": _measured_pictures(
-            {
-                "measured": compared.measured,
-                "predicted from the medians of its passes": compared.predicted,
-            }
-        ),
-        "differences": [_difference(d) for d in compared.differences()],
-    }
-
-
-def _difference(d: StepDifference) -> dict[str, str]:
-    return {
-        "rank": str(d.rank),
-        "measured": f"{1000 * d.measured:.2f}",
-        "predicted": f"{1000 * d.predicted:.2f}",
-        "compute": f"{1000 * (d.compute_measured - d.compute_predicted):+.2f}",
-        "waiting": f"{1000 * (d.waiting_measured - d.waiting_predicted):+.2f}",
-        "host": f"{1000 * d.host:+.2f}",
-    }
-
-
-def _measured_pictures(timelines: dict[str, Timeline]) -> list[dict[str, Any]]:
-    """Return pictures of one scale, by name."""
-    extent = html_drawing.Extent.of(list(timelines.values()))
-    return [_measured_picture(timeline, name, extent) for name, timeline in timelines.items()]
-
-
-def _measured_picture(timeline: Timeline, name: str, extent: html_drawing.Extent) -> dict[str, Any]:
-    peak, stock = worst_of(memory_lines(timeline)).peak, one_f_one_b_peak(timeline)
-    return {
-        "name": name,
-        "sentence": f"bubble {timeline.bubble_rate:.1%}; at most {peak:.4g} microbatches on a rank "
-        f"({peak / stock:.2f} of 1F1B's); {1000 * timeline.makespan:.4g} ms",
-        **picture(timeline, name, MILLISECONDS, extent),
     }

@@ -12,20 +12,20 @@ from pathlib import Path
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.parsing import flag_of, size_in_bytes
-from megatron_zb.planner.device import DeviceConfig, read_device
-from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.operators import check_recomputation
-from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.slices import with_slices
-from megatron_zb.planner.strategy import (
+from megatron_zb.schedules.slices import MOST_SLICES
+from megatron_zb_plan.device import DeviceConfig, read_device
+from megatron_zb_plan.model import ModelConfig, read_model
+from megatron_zb_plan.operators import check_recomputation
+from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.slices import with_slices
+from megatron_zb_plan.strategy import (
     LEAST_TOKENS,
     Choices,
     ScheduleCandidate,
     candidates_of,
     names_in,
 )
-from megatron_zb.planner.unequal import SequenceLengths
-from megatron_zb.schedules.slices import MOST_SLICES
+from megatron_zb_plan.unequal import SequenceLengths
 
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
@@ -56,7 +56,7 @@ def read_training(
     from megatron_zb.job import settings
     from megatron_zb.megatron_core.refusals import Asked, refusals
     from megatron_zb.megatron_lm import argument_table
-    from megatron_zb.planner.model_flags import model_of
+    from megatron_zb_plan.model_flags import model_of
 
     parser = settings.add_megatron_lm_arguments(argument_table.parser_of(installed_series()))
     args = parser.parse_args(list(words))

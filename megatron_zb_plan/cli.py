@@ -1,4 +1,4 @@
-"""The command ``megatron-zb plan``."""
+"""The commands ``megatron-zb plan`` and ``megatron-zb flags``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zb.cli.extensions import extensions
+from megatron_zb.cli.ending import told_if_slow
+from megatron_zb.cli.extensions import Commands, add_command, extensions
 
 if TYPE_CHECKING:
-    from megatron_zb.planner.from_profile import MeasuredRow, ProfileRequest
-    from megatron_zb.planner.search import Plan
+    from megatron_zb_plan.from_profile import MeasuredRow, ProfileRequest
+    from megatron_zb_plan.search import Plan
 
 HELP = """\
 Find out, before a GPU is rented, which schedule is the fastest on a model and a cluster, and what
@@ -61,6 +62,17 @@ below the table counts the NCCL kernels that wait beside the computation of the 
 docs/validation.md compares predictions with published measurements.
 
 exit code: 0, or 2 with one sentence if a file, a field or a size is wrong or nothing fits."""
+FLAGS_HELP = """\
+Print the arguments of Megatron-LM that describe a model, one word on a line, for scripts. Data and
+parallel sizes are not among them."""
+
+
+def add_commands(commands: Commands) -> None:
+    """Add ``plan`` and ``flags``."""
+    summary = "find the fastest schedule for a model and a cluster, and what it costs in memory"
+    add_arguments(add_command(commands, "plan", make_plan, summary, HELP))
+    summary = "print the arguments of Megatron-LM that describe a model of configs/models"
+    _add_flags(add_command(commands, "flags", print_flags, summary, FLAGS_HELP))
 
 
 def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
@@ -238,6 +250,47 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
     )
 
 
+def make_plan(arguments: argparse.Namespace) -> None:
+    """Run ``plan``: print the table, and write the page if it is asked for.
+
+    Raises:
+        UsageError: an error that the user can correct.
+    """
+    if any(extension.plan(arguments) for extension in extensions()):
+        return
+    is_measured = arguments.profile is not None
+    if arguments.html is None:
+        (run_measured if is_measured else run)(arguments)
+        return
+    from megatron_zb import files
+    from megatron_zb.drawing import html_page
+
+    html_page.check(arguments.html)
+    files.check_writable(arguments.html)
+    (_measured_page if is_measured else _page)(arguments)
+    if arguments.format != "json":
+        print(arguments.html)
+
+
+def _page(arguments: argparse.Namespace) -> None:
+    from megatron_zb_plan import page
+
+    found = run(arguments)
+    with told_if_slow(f"drawing {arguments.html}"):
+        page.save_plan(arguments.html, found)
+
+
+def _measured_page(arguments: argparse.Namespace) -> None:
+    from megatron_zb.measured import trace
+    from megatron_zb_plan import page
+
+    path = trace.trace_path(arguments.profile)
+    step = trace.compare(arguments.profile) if path.is_file() else None
+    measured = run_measured(arguments)
+    with told_if_slow(f"drawing {arguments.html}"):
+        page.save_measured_plan(arguments.html, *measured, step)
+
+
 def run(arguments: argparse.Namespace) -> Plan:
     """Search for the best settings, print them and return the plan.
 
@@ -246,17 +299,15 @@ def run(arguments: argparse.Namespace) -> Plan:
     """
     from rich.console import Console
 
-    from megatron_zb.cli import plan_request
-    from megatron_zb.drawing import terminal
     from megatron_zb.parsing import GIB
-    from megatron_zb.planner import table
-    from megatron_zb.planner.search import search
-    from megatron_zb.planner.table import points
-    from megatron_zb.planner.unequal import print_unequal, unequal_as_json, with_lengths
-    from megatron_zb.planner.workers import workers
+    from megatron_zb_plan import request, table
+    from megatron_zb_plan.chart import plan_chart, points
+    from megatron_zb_plan.search import search
+    from megatron_zb_plan.unequal import print_unequal, unequal_as_json, with_lengths
+    from megatron_zb_plan.workers import workers
 
-    job, candidates = plan_request.read(arguments)
-    lengths = plan_request.lengths(arguments, job)
+    job, candidates = request.read(arguments)
+    lengths = request.lengths(arguments, job)
     if lengths is not None:
         job = job.of_single_samples(lengths.mean)
     with _Progress() as progress, workers() as each:
@@ -272,7 +323,7 @@ def run(arguments: argparse.Namespace) -> Plan:
         if unequal is not None:
             print_unequal(plan, unequal, Console())
     if arguments.chart:
-        print(f"\n{terminal.plan_chart(points(plan), plan.job.memory / GIB)}")
+        print(f"\n{plan_chart(points(plan), plan.job.memory / GIB)}")
     return plan
 
 
@@ -284,10 +335,9 @@ def run_measured(
     Raises:
         UsageError: an error that the user can correct.
     """
-    from megatron_zb.cli import plan_request
-    from megatron_zb.planner import from_profile
+    from megatron_zb_plan import from_profile, request
 
-    plan_request.check_only_measured(arguments)
+    request.check_only_measured(arguments)
     asked, candidates = from_profile.read(arguments)
     with _Progress() as progress:
         found, missing = from_profile.rows(asked, candidates, progress.show)
@@ -331,3 +381,37 @@ class _Progress:
         elif is_due and text:
             self._next = time.monotonic() + self.EVERY
             print(f"plan: looking at {text} ({done + 1} of {of})", file=sys.stderr, flush=True)
+
+
+# --- flags
+
+
+def _add_flags(command: argparse.ArgumentParser) -> None:
+    add_model(command, required=True)
+    what = command.add_mutually_exclusive_group()
+    what.add_argument(
+        "--schedule",
+        action="store_true",
+        help="print the recommended schedule, with its flags, instead",
+    )
+    what.add_argument(
+        "--mock-data",
+        action="store_true",
+        help="add those for made-up data with the model's vocabulary",
+    )
+
+
+def print_flags(arguments: argparse.Namespace) -> None:
+    """Run ``flags``."""
+    from megatron_zb.measured.config import path_of
+    from megatron_zb_plan.model import read_model
+    from megatron_zb_plan.model_flags import mock_data_flags, model_flags
+
+    model = read_model(path_of("--config", "models", arguments.config))
+    if arguments.schedule:
+        asked = model.recommended
+        more = " --pipeline-vocabulary on" if asked and asked.cuts_vocabulary else ""
+        print(asked.schedule + more if asked else "none")
+    else:
+        words = mock_data_flags(model) if arguments.mock_data else []
+        print("\n".join([*model_flags(model), *words]))

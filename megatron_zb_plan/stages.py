@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_zb.measured.fit import CostModel, Variant
-from megatron_zb.planner import byte_counts
-from megatron_zb.planner.byte_counts import ActivationBytes, StateBytes
-from megatron_zb.planner.encoder import CountedEncoder
-from megatron_zb.planner.slices import held_by, prefix
-from megatron_zb.planner.strategy import ScheduleCandidate
-from megatron_zb.planner.vocabulary import CONNECTION, CountedShard, more_connections
-from megatron_zb.planner.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, layout
 from megatron_zb.schedules.costs import PAIR_LOSS
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.slices import Slicing
+from megatron_zb_plan import byte_counts
+from megatron_zb_plan.byte_counts import ActivationBytes, StateBytes
+from megatron_zb_plan.encoder import CountedEncoder
+from megatron_zb_plan.slices import held_by, prefix
+from megatron_zb_plan.strategy import ScheduleCandidate
+from megatron_zb_plan.vocabulary import CONNECTION, CountedShard, more_connections
+from megatron_zb_plan.work import PassSeconds, Workload
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,20 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from megatron_zb import schedules
-from megatron_zb.planner.byte_counts import ActivationBytes
-from megatron_zb.planner.encoder import CountedEncoder
-from megatron_zb.planner.operators import model_flops
-from megatron_zb.planner.slices import unrolled
-from megatron_zb.planner.stages import StageWorkload
-from megatron_zb.planner.step import by_timeline
-from megatron_zb.planner.strategy import MEGATRON_OWN, ScheduleCandidate
-from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Costs, Pass, PassKind, Schedule, catalog, lower
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.simulator import Timeline
 from megatron_zb.schedules.slices import Slicing, costs_of, slicing_of
 from megatron_zb.schedules.waiting_kernels import waiting_kernels
+from megatron_zb_plan.byte_counts import ActivationBytes
+from megatron_zb_plan.encoder import CountedEncoder
+from megatron_zb_plan.operators import model_flops
+from megatron_zb_plan.slices import unrolled
+from megatron_zb_plan.stages import StageWorkload
+from megatron_zb_plan.step import by_timeline
+from megatron_zb_plan.strategy import MEGATRON_OWN, ScheduleCandidate
+from megatron_zb_plan.work import Workload
 
 # --- a row of the plan: a schedule by its name in the table, and as it runs
 

@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 
 from megatron_zb.measured import config
 from megatron_zb.measured.config import LARGEST_SIZE, Section, optional_size, size
-from megatron_zb.planner import mixers
-from megatron_zb.planner.mixers import (
+from megatron_zb_plan import mixers
+from megatron_zb_plan.mixers import (
     LatentAttention,
     Mamba,
     Mixer,

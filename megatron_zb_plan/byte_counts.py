@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
 
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.operators import (
+from megatron_zb_plan.model import ModelConfig
+from megatron_zb_plan.operators import (
     joining_weights,
     operators_of,
     predicted_layers,
     recomputed,
     weights_of,
 )
-from megatron_zb.planner.work import Workload
+from megatron_zb_plan.work import Workload
 
 # Bytes of each weight: 16-bit weight, 32-bit gradient, and Adam's 32-bit weight and two moments.
 WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
