@@ -12,14 +12,13 @@ from pathlib import Path
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.parsing import flag_of, size_in_bytes
-from megatron_zb.schedules.slices import MOST_SLICES
+from megatron_zb.schedules.slices import LEAST_TOKENS, MOST_SLICES
 from megatron_zb_plan.device import DeviceConfig, read_device
 from megatron_zb_plan.model import ModelConfig, read_model
 from megatron_zb_plan.operators import check_recomputation
 from megatron_zb_plan.settings import PlanJob
 from megatron_zb_plan.slices import with_slices
 from megatron_zb_plan.strategy import (
-    LEAST_TOKENS,
     Choices,
     ScheduleCandidate,
     candidates_of,

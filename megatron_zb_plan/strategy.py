@@ -17,6 +17,7 @@ from megatron_zb.schedules import catalog
 from megatron_zb.schedules.layout import Layers, Layout, spread
 from megatron_zb.schedules.placement import Placement, v_shape
 from megatron_zb.schedules.sliced_families import SLICED
+from megatron_zb.schedules.slices import LEAST_TOKENS
 from megatron_zb_plan.device import DeviceConfig
 from megatron_zb_plan.mixers import MAMBA
 from megatron_zb_plan.model import ModelConfig
@@ -29,13 +30,6 @@ _MICROBATCHES = (1, 2, 3, 4, 6, 8)
 _CONTEXTS = (2, 4, 8, 16, 32)
 _LONG = 8192  # tokens of a sample above which it is cut without being asked
 SLICE_STEP = 16  # tokens on a tensor-parallel rank, in multiples of which slices differ
-LEAST_TOKENS = 1024
-"""Least tokens of a slice on a tensor-parallel rank.
-
-A product has as many rows as a slice has tokens, and its columns are divided among the ranks. Of
-shorter slices, narrow products, such as that for keys and values, leave multiprocessors idle, which
-the rates of a device, of whole microbatches, do not show.
-"""
 
 
 @dataclass(frozen=True)

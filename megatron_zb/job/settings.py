@@ -19,7 +19,7 @@ from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Family
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Limit
-from megatron_zb.schedules.slices import Slicing
+from megatron_zb.schedules.slices import Slicing, given_slices, parse_slices
 
 LAYOUT_FLAG = "--pipeline-layer-layout"
 AUTO_LAYOUT = "auto"
@@ -85,11 +85,11 @@ class ScheduleSettings:
         "--pipeline-layer-layout FILE.yaml",
     )
     pipeline_slices: Slicing | int | str | None = _setting(  # noqa: RUF009
-        type=Slicing.parse,
+        type=parse_slices,
         metavar="N",
-        help="token slices: cut every microbatch along its sequence into N equal parts, or into "
-        "parts of unequal lengths, such as 2,1,1. Stages work on one at a time, "
-        "which divides the bubble and the activation memory by up to N",
+        help="token slices: cut every microbatch along its sequence into N equal parts, into parts "
+        "of unequal lengths, such as 2,1,1, or into as many as pay (auto). Stages work on one at a "
+        "time, which divides the bubble and the activation memory by up to N",
     )
     num_virtual_stages_per_pipeline_rank: int | None = _setting(
         example="interleaved",
@@ -232,10 +232,9 @@ class ScheduleSettings:
         return catalog.family(str(self.pipeline_schedule))
 
     @property
-    def slicing(self) -> Slicing | None:
-        """Token slices of every microbatch, None for whole ones."""
-        found = cast("Slicing | None", self.pipeline_slices)
-        return None if found is None or found.slices == 1 else found
+    def slices(self) -> Slicing | str | None:
+        """Token slices of every microbatch: None for whole ones, ``auto`` for a choice."""
+        return cast("Slicing | str | None", self.pipeline_slices)
 
     @property
     def memory_limit(self) -> Limit | None:
@@ -267,8 +266,8 @@ def parsed(name: str, value: Any, choices: tuple[str | None, ...] | None = None)
         except (TypeError, argparse.ArgumentTypeError):
             example = "give a fraction of 1F1B's, such as 0.5, or bytes, such as 40GiB"
             raise UsageError(f"{name} is {value!r}: {example}") from None
-    if argument.get("type") == Slicing.parse:
-        return None if value is None else Slicing.given(value)
+    if argument.get("type") == parse_slices:
+        return None if value is None else given_slices(value)
     allowed: tuple[str | None, ...] = choices or (*argument.get("choices", ()), None)
     if "choices" in argument and value not in allowed:
         words = " or ".join(each for each in allowed if each is not None)

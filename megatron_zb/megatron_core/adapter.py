@@ -394,7 +394,7 @@ class PipelineAdapter:
         report = StartReport(
             current.schedule, current.costs, self.layer_layout, self.predicted_bubble_rate
         )
-        return report.text(self.placed.balance, [*said, *self._said])
+        return report.text(self.placed.balance, [*current.remarks, *said, *self._said])
 
 
 # --- from the flags of a run

@@ -22,7 +22,7 @@ from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.slices import Slicing, slicing_of
+from megatron_zb.schedules.slices import AUTO, GAIN, LEAST_TOKENS, Slicing, slicing_of
 from megatron_zb.schedules.slices import costs_of as sliced_costs
 from megatron_zb.schedules.step_plan import (
     NO_ATTENTION,
@@ -64,6 +64,7 @@ class JobSizes:
         attention: what attention takes beside linear layers, for steps of unequal microbatches and
             for token slices.
         sequence: tokens of a sequence, for token slices.
+        tensor: tensor-parallel size, for token slices.
     """
 
     pipeline_size: int
@@ -76,6 +77,7 @@ class JobSizes:
     vocabulary: float | None = None
     attention: AttentionWork = NO_ATTENTION
     sequence: int | None = None
+    tensor: int = 1
 
     @property
     def known_ends(self) -> Ends | None:
@@ -110,6 +112,8 @@ class CurrentSchedule:
     ) -> None:
         self.schedule, self.costs, self.attention = schedule, costs, attention
         self._settings, self._build = settings, build
+        self.remarks: list[str] = []
+        """Lines for the start of the job."""
         self._is_measured = False
         self.measures = False
         """Whether the step that begins is measured: then its passes are those of the schedule."""
@@ -132,6 +136,7 @@ class CurrentSchedule:
         if family.chooses_placement and placement is None and isinstance(written, str):
             placement = _placement_of_layout(written, p, sizes.layers.kinds)
         costs, limit = _assumed_costs(settings, sizes), settings.memory_limit
+        slicing = _slicing(settings, sizes)
         schedule = build(
             family.name,
             pipeline_size=p,
@@ -143,9 +148,12 @@ class CurrentSchedule:
             placement=placement,
             back_to_back=settings.enable_optimizer_post_validation,
             num_layers=None if isinstance(written, str) else sizes.layers.decoder,
-            **_sliced(settings.slicing, sizes),
+            **({} if slicing is None else {"slices": slicing}),
         )
-        return cls(schedule, costs, settings, build, sizes.known_attention)
+        found = cls(schedule, costs, settings, build, sizes.known_attention)
+        if settings.slices == AUTO:
+            found.remarks.append(_of_slices(slicing, sizes))
+        return found
 
     @classmethod
     def of_table(
@@ -324,21 +332,36 @@ class CurrentSchedule:
         )
 
 
-def _sliced(slicing: Slicing | None, sizes: JobSizes) -> dict[str, Slicing]:
-    """Return the token slices as an argument of ``schedules.build``, with attention's share.
+def _slicing(settings: ScheduleSettings, sizes: JobSizes) -> Slicing | None:
+    """Return the token slices with attention's share; None for whole microbatches.
 
     Raises:
         UsageError: they do not divide the sequence.
     """
-    if slicing is None:
-        return {}
-    pairs = sizes.sequence or 0
-    slicing.borders(pairs)
+    asked, tokens = settings.slices, sizes.sequence or 0
+    if asked is None:
+        return None
+    if isinstance(asked, str):
+        least = LEAST_TOKENS * sizes.tensor
+        asked = Slicing.enough(sizes.pipeline_size, sizes.num_microbatches, tokens, least)
+    asked.borders(tokens)
     forward, backward = (
-        work * pairs / (1.0 + work * pairs)
+        work * tokens / (1.0 + work * tokens)
         for work in (sizes.known_attention.forward, sizes.known_attention.backward)
     )
-    return {"slices": replace(slicing, attention=forward, attention_backward=backward)}
+    whole = asked.slices == 1
+    return None if whole else replace(asked, attention=forward, attention_backward=backward)
+
+
+def _of_slices(slicing: Slicing | None, sizes: JobSizes) -> str:
+    """Return a sentence on the slices that were chosen."""
+    if slicing is None:
+        return f"whole microbatches: slices would be too short, or gain less than {GAIN:.0%}"
+    tokens = (sizes.sequence or 0) // slicing.slices
+    return (
+        f"{slicing.slices} slices of {tokens} tokens: twice as many would be too short, or gain "
+        f"less than {GAIN:.0%}"
+    )
 
 
 def _of_stages(shares: list[float]) -> str:

@@ -33,6 +33,17 @@ from megatron_zb.schedules.stage_costs import StageCosts
 _F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 
 MOST_SLICES = 1024
+LEAST_TOKENS = 1024
+"""Least tokens of a slice on a tensor-parallel rank.
+
+A product has as many rows as a slice has tokens, and its columns are divided among the ranks. Of
+shorter slices, narrow products, such as that for keys and values, leave multiprocessors idle, which
+the rates of a device, of whole microbatches, do not show.
+"""
+GAIN = 0.02
+"""The least share of a step that twice as many slices must save."""
+AUTO = "auto"
+"""In place of a :class:`Slicing`: as many slices as pay."""
 
 
 class Unit(int):
@@ -139,6 +150,27 @@ class Slicing:
     def equal(cls, slices: int, **choices: Any) -> Slicing:
         """Return slices of equal length."""
         return cls((1.0,) * slices, **choices)
+
+    @classmethod
+    def enough(cls, pipeline_size: int, num_microbatches: int, tokens: int, least: int) -> Slicing:
+        """Return a power of two of slices beyond which twice as many gain less than 2 %.
+
+        A step takes as long as ``num_microbatches + (pipeline_size - 1) / slices`` microbatches
+        where passes of a rank follow one another, as 1F1B would with slices of equal time.
+
+        Args:
+            pipeline_size: number of ranks.
+            num_microbatches: of a step.
+            tokens: of a sequence, which the slices divide.
+            least: tokens of a slice, unless the microbatch stays whole.
+        """
+        slices, ramp = 1, pipeline_size - 1
+        while tokens % (2 * slices) == 0 and tokens >= 2 * slices * least:
+            before = num_microbatches + ramp / slices
+            if before - ramp / (2 * slices) > (1.0 - GAIN) * before:
+                break
+            slices *= 2
+        return cls.equal(slices)
 
     @classmethod
     def given(cls, value: Slicing | int | str) -> Slicing:
@@ -254,6 +286,20 @@ class Slicing:
         more = tuple(self.weight_loss * weight for weight in row.weight)
         whole = tuple(map(add, row.whole, more)) if row.whole else ()
         return replace(row, weight=tuple(map(add, row.weight, more)), whole=whole)
+
+
+def given_slices(value: Slicing | int | str) -> Slicing | str:
+    """Return :data:`AUTO`, or slices as :meth:`Slicing.given` reads them.
+
+    Raises:
+        UsageError: a number is wrong.
+    """
+    return AUTO if value == AUTO else Slicing.given(value)
+
+
+def parse_slices(text: str) -> Slicing | str:
+    """Return slices as :func:`given_slices` does; the type of a flag."""
+    return AUTO if text == AUTO else Slicing.parse(text)
 
 
 # --- what a schedule with slices carries

@@ -511,3 +511,40 @@ def test_slices_are_read_from_a_number_or_lengths_and_must_divide_the_sequence()
     asked = ScheduleSettings(pipeline_schedule="v-half", pipeline_slices=4)
     with pytest.raises(UsageError, match="30 tokens cannot be cut into slices 4"):
         CurrentSchedule.named(asked, sizes)
+
+
+@pytest.mark.parametrize(
+    ("m", "tokens", "tensor", "slices"),
+    [(4, 65536, 1, 32), (4, 65536, 16, 4), (4, 10002, 1, 2), (100, 65536, 1, 1), (4, 2000, 1, 1)],
+    ids=["by gain", "by length", "by divisor", "many microbatches", "too short"],
+)
+def test_auto_takes_slices_until_twice_as_many_gain_little(
+    m: int, tokens: int, tensor: int, slices: int
+) -> None:
+    sizes = JobSizes(
+        pipeline_size=4, num_microbatches=m, layers=Layers(8), sequence=tokens, tensor=tensor
+    )
+    asked = ScheduleSettings(pipeline_schedule="1f1b", pipeline_slices="auto")
+    found = CurrentSchedule.named(asked, sizes)
+    assert (1 if found.slicing is None else found.slicing.slices) == slices
+    (line,) = found.remarks
+    said = "whole microbatches" if slices == 1 else f"{slices} slices of {tokens // slices} tokens"
+    assert line.startswith(said)
+
+
+def test_the_gain_of_twice_as_many_slices_is_that_of_1f1b() -> None:
+    """Without attention, the formula is the simulated makespan."""
+    costs = Costs.uniform(pipeline_size=4, forward=1.0, backward=1.0, weight=1.0)
+
+    def makespan(slices: int) -> float:
+        report = schedules.build(
+            "1f1b", pipeline_size=4, num_microbatches=4, costs=costs, slices=slices
+        ).report
+        assert report is not None
+        return report.makespan
+
+    slices = Slicing.enough(4, 4, 65536, 1024).slices
+    before, found, more = map(makespan, (slices // 2, slices, 2 * slices))
+    assert found == pytest.approx(3 * (4 + 3 / slices))
+    assert found < 0.98 * before
+    assert more > 0.98 * found

@@ -7,7 +7,8 @@ does differ is fp32 rounding of sums over ranks, where a schedule has placed lay
   post-validation along the pipeline, rank by rank;
 - where the norm clips gradients, its last bit is in every weight, and so in later losses and norms;
 - upstream's learning rate has been rounded to fp32, which that of post-validation has not;
-- logits of a cut output layer are normalized over the ranks that hold parts of the vocabulary.
+- logits of a cut output layer are normalized over the ranks that hold parts of the vocabulary;
+- attention, losses and weight gradients of token slices are summed slice by slice.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Log = Mapping[str, str]
 
 _ITERATION = re.compile(r" iteration +(\d+)/ *\d+ \|(.*elapsed time.*)")
 _EVALUATION = re.compile(r"^ ?(validation loss at .*?) \| (.*)")
-# Of losses and of norms, where parts of the logits are summed that have been rounded.
+# Of losses and of norms, where parts of logits or of a sequence are summed that have been rounded.
 _CUT = {"fp32": (1e-6, 1e-6), "bf16": (1e-3, 1e-2), "fp16": (1e-3, 1e-2)}
 _ONE_CHUNK = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 
@@ -72,7 +73,7 @@ def width(key: str, combination: Combination) -> float:
     is_norm, precision = key.endswith("norm"), combination["precision"].partition("-")[0]
     if key.endswith("learning rate"):
         return 1e-7  # upstream's has been through an fp32 tensor
-    if combination["vocabulary"] != "whole":
+    if combination["vocabulary"] != "whole" or combination["slices"] != "without":
         if key.endswith("num zeros"):
             return math.inf  # what one rounds to zero, the other may not
         losses, norms = _CUT[precision]
