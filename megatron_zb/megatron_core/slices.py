@@ -380,7 +380,8 @@ class SlicedReading:
                 self.masks[j] = self._microbatch[LOSS_MASK]
         self._read += 1
         start, end = self.borders[i : i + 2]
-        return {name: tensor[:, start:end] for name, tensor in self._microbatch.items()}
+        # contiguous: Megatron's loss function views the mask as one row
+        return {n: tensor[:, start:end].contiguous() for n, tensor in self._microbatch.items()}
 
     def _checked(self, microbatch: Any, number: int) -> dict[str, Any]:
         if not isinstance(microbatch, dict):

@@ -641,7 +641,9 @@ def _with_loss(output: torch.Tensor, mask: torch.Tensor) -> tuple[Any, Any]:
 
 
 def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, ...]:
-    total = (losses.to(torch.promote_types(losses.dtype, torch.float32)) * mask).sum()
+    """Sum the losses as pretrain_gpt.py does, which views the mask as one row."""
+    row = losses.reshape(-1)
+    total = (row.to(torch.promote_types(row.dtype, torch.float32)) * mask.view(-1)).sum()
     tokens = mask.sum().to(torch.int)
     return total, tokens, {"lm loss": total.detach().clone() / tokens}
 

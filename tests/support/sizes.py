@@ -36,7 +36,10 @@ def one_of_each_shape(names: list[str]) -> list[Any]:
 
 
 def first(count: int, values: Sequence[Any]) -> list[Any]:
-    """All values, of which the ordinary run tries the first ones; the others are marked full."""
+    """All values, of which the ordinary run tries the first ones; the others are marked full.
+
+    A negative ``count`` is that of the others, as in a slice.
+    """
     others = [
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.full)
         for value in values[count:]

@@ -11,7 +11,7 @@ from unittest import mock
 import gpt_cases
 import torch.distributed as dist
 from gpt_cases import GPTCase, built, forward_backward, microbatches
-from joined import joined
+from joined import dropping, joined
 from states import with_states
 
 from megatron_zb import schedules
@@ -29,7 +29,8 @@ _PIECE = 2**12
 class Trial:
     """A small GPT and its schedule, with shares of units that are dropped and moved.
 
-    ``pairs`` joins every F with the backward behind it.
+    ``pairs`` joins every F with the backward behind it, of microbatches of which R runs again
+    some, if they are ``dropped``.
     """
 
     case: GPTCase = field(default_factory=GPTCase)
@@ -37,6 +38,7 @@ class Trial:
     drop: float = 0.0
     move: float = 0.0
     pairs: bool = False
+    dropped: bool = False
     microbatches: int = 5
 
     def order(self, pipeline_size: int) -> str | Schedule:
@@ -46,6 +48,8 @@ class Trial:
         kept = schedules.build(
             self.schedule, pipeline_size=pipeline_size, num_microbatches=self.microbatches
         )
+        if self.dropped:
+            return dropping(joined(kept))
         return joined(kept) if self.pairs else with_states(kept, 3, self.drop, self.move)
 
 
