@@ -152,10 +152,16 @@ if [[ $checks == yes ]]; then
     say "ruff"
     "$venv/bin/python" -m ruff check --quiet .
     "$venv/bin/python" -m ruff format --check --quiet .
+    # Several workers would compile the same. mypy leaves a core free.
+    "$venv/bin/python" tests/support/compiled_searches.py &
+    compiling=$!
+    trap 'kill "$compiling" 2>/dev/null || true' EXIT
     say "mypy"
     "$venv/bin/python" -m mypy --no-error-summary
     say "codespell"
     "$venv/bin/codespell"
+    say "compiling searches"
+    wait "$compiling"
 fi
 if [[ -n $quick ]]; then
     arguments=("${QUICK[@]}" ${arguments[@]+"${arguments[@]}"})
