@@ -268,14 +268,13 @@ class Prefix:
             length = self._cut.borders[-1]
             keys, values = (x.detach().new_empty(length, *x.shape[1:]) for x in (key, value))
             self.kept[microbatch] = _Kept(keys, values)
-        context = self._cut.context
-        prefixes = _WithPrefix.apply(key, value, self.kept, microbatch, start, context)
+        prefixes = _WithPrefix.apply(key, value, self.kept, self._cut)
         more["attn_mask_type"] = AttnMaskType.causal_bottom_right
-        runs = context.runs(start, end)
-        queries = query.chunk(len(runs))
+        runs = self._cut.context.runs(start, end)
+        parts = zip(query.chunk(len(runs)), prefixes[0::2], prefixes[1::2], strict=True)
         outputs = [
-            self._within_documents(more, (one, *prefixes[2 * n : 2 * n + 2]), runs[n][0])
-            for n, one in enumerate(queries)
+            self._within_documents(more, tensors, first)
+            for tensors, (first, _) in zip(parts, runs, strict=True)
         ]
         output = outputs[0] if len(runs) == 1 else torch.cat(outputs)
         if self._cut.forward_only and end == self._cut.borders[-1]:
@@ -316,27 +315,22 @@ class _WithPrefix(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kept: dict[int, _Kept],
-        microbatch: int,
-        start: int,
-        context: ContextShare,
+        ctx: Any, key: torch.Tensor, value: torch.Tensor, kept: dict[int, _Kept], cut: Cut
     ) -> tuple[torch.Tensor, ...]:
-        ctx.kept, ctx.microbatch, ctx.start, ctx.context = kept, microbatch, start, context
-        held, ctx.end = kept[microbatch], start + len(key) * context.size
+        (ctx.start, ctx.end), ctx.context = cut.tokens, cut.context
+        ctx.kept, ctx.microbatch = kept, cut.microbatch
+        held = kept[ctx.microbatch]
         # ``data`` has a separate version counter: autograd would refuse the part of the buffer that
         # attention has saved, although later slices are written behind it.
         for buffer, own in ((held.keys, key), (held.values, value)):
-            context.gather(own, buffer.data[start : ctx.end])
-        ends = [end for _, end in context.runs(start, ctx.end)]
+            ctx.context.gather(own, buffer.data[ctx.start : ctx.end])
+        ends = [end for _, end in ctx.context.runs(ctx.start, ctx.end)]
         return tuple(each.data[:end] for end in ends for each in (held.keys, held.values))
 
     @staticmethod
     def backward(
         ctx: Any, *gradients: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         held, own = ctx.kept[ctx.microbatch], []
         for place, kind in enumerate((gradients[0::2], gradients[1::2])):
             if (whole := held.left[place]) is None:  # the last slice
@@ -348,7 +342,7 @@ class _WithPrefix(torch.autograd.Function):
             held.left[place] = whole[: ctx.start]
         if ctx.start == 0:
             del ctx.kept[ctx.microbatch]
-        return own[0], own[1], None, None, None, None
+        return own[0], own[1], None, None
 
 
 @lru_cache(maxsize=64)  # documents have many lengths
