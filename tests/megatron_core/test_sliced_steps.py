@@ -127,7 +127,6 @@ def test_a_sliced_step_is_megatrons_up_to_rounding(ranks: RankPools, what: str, 
     case = CASES[what]
     size = 2 * case.tensor_parallel * case.context_parallel * case.data_parallel
     found = ranks(size).run(distance, case=case, name=name, slices="4", forward_only=False)
-    open("/work/b/cp_numbers.txt", "a").write(f"{what} {name} {found}\n")
     assert max(found) < 1e-12
 
 
@@ -141,7 +140,6 @@ def test_shared_slices_are_those_of_one_rank_up_to_rounding(
         most = 1e-8
     pool = ranks(4 * case.tensor_parallel)
     found = pool.run(distance, case=case, name=name, slices="8,4,4", forward_only=False)
-    open("/work/b/cp_numbers.txt", "a").write(f"{what} {name} {found}\n")
     assert max(found) < most
     if what == "evaluated":
         found = pool.run(distance, case=case, name=name, slices="4", forward_only=True)
@@ -221,20 +219,22 @@ def on_one_rank(case: GPTCase) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("p", "slices", "name"),
+    ("p", "slices", "name", "shared"),
     [
-        pytest.param(p, slices, name, marks=() if (p, slices, name) in USUAL else pytest.mark.full)
-        for p, slices, name in product((2, 4), ("2", "4", "8"), SCHEDULES)
-    ],
+        pytest.param(*chosen, 1, marks=() if chosen in USUAL else pytest.mark.full)
+        for chosen in product((2, 4), ("2", "4", "8"), SCHEDULES)
+    ]
+    + [pytest.param(*chosen, 2, marks=pytest.mark.full) for chosen in USUAL[:2]],
 )
 def test_a_sliced_step_is_that_of_the_same_slices_on_one_rank_to_the_last_bit(
-    ranks: RankPools, p: int, slices: str, name: str
+    ranks: RankPools, p: int, slices: str, name: str, shared: int
 ) -> None:
-    case = GPTCase(layers=2 * p, dtype="bfloat16", slices=slices)
-    (expected,) = ranks(1).run(on_one_rank, case=case)
-    found = ranks(p).run(outcomes, case=case, name=name)
-    assert [loss for one in found for loss in one.losses] == expected.losses
-    gradients = {name: tensor for one in found for name, tensor in one.gradients.items()}
-    assert gradients.keys() == expected.gradients.keys()
-    for key, tensor in gradients.items():
-        assert torch.equal(tensor, expected.gradients[key]), key
+    """Or on the ranks that share them."""
+    case = GPTCase(layers=2 * p, dtype="bfloat16", slices=slices, context_parallel=shared)
+    for place, expected in enumerate(ranks(shared).run(on_one_rank, case=case)):
+        found = ranks(shared * p).run(outcomes, case=case, name=name)[place::shared]
+        assert [loss for one in found for loss in one.losses] == expected.losses
+        gradients = {name: tensor for one in found for name, tensor in one.gradients.items()}
+        assert gradients.keys() == expected.gradients.keys()
+        for key, tensor in gradients.items():
+            assert torch.equal(tensor, expected.gradients[key]), key
