@@ -5,6 +5,7 @@ chunks per rank, of which a rank has one from either end. So causal attention co
 Keys and values of a slice are gathered over the group and kept by every rank in the order of
 tokens. Attention runs once for each chunk, to all keys up to its end: Transformer-Engine's is
 called without a group. Gradients of keys and values are summed over the group in B of their slice.
+Tests have stand-ins for its kernels: only a GPU shows what they and the gathers take.
 """
 
 from __future__ import annotations
