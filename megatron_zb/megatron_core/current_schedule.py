@@ -64,7 +64,7 @@ class JobSizes:
         attention: what attention takes beside linear layers, for steps of unequal microbatches and
             for token slices.
         sequence: tokens of a sequence, for token slices.
-        tensor: tensor-parallel size, for token slices.
+        spread: ranks of tensor and context parallelism, for token slices.
     """
 
     pipeline_size: int
@@ -77,7 +77,7 @@ class JobSizes:
     vocabulary: float | None = None
     attention: AttentionWork = NO_ATTENTION
     sequence: int | None = None
-    tensor: int = 1
+    spread: int = 1
 
     @property
     def known_ends(self) -> Ends | None:
@@ -342,7 +342,7 @@ def _slicing(settings: ScheduleSettings, sizes: JobSizes) -> Slicing | None:
     if asked is None:
         return None
     if isinstance(asked, str):
-        least = LEAST_TOKENS * sizes.tensor
+        least = LEAST_TOKENS * sizes.spread
         asked = Slicing.enough(sizes.pipeline_size, sizes.num_microbatches, tokens, least)
     asked.borders(tokens)
     forward, backward = (

@@ -350,7 +350,9 @@ def said(name: str, value: object) -> str:
         return f"CUDA graphs ({value})"
     if name == "precision":
         return str(value)
-    return said_flag(name) if isinstance(value, bool) else f"{said_flag(name)} {value}"
+    if isinstance(value, bool):
+        return said_flag(name)
+    return f"{said_flag(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 def setting(name: str, asked: Asked) -> str:

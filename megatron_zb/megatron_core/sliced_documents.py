@@ -9,7 +9,7 @@ kernel for packed sequences is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.sliced_context import ContextShare
 from megatron_zb.megatron_core.step import Step, device
 
 MASK, ENDS = "mask", "ends"
@@ -126,6 +127,7 @@ class Cut:
     forward_only: bool = False
     documents: Documents | None = None
     """Those to which attention keeps, if any."""
+    context: ContextShare = field(default_factory=ContextShare)
 
     @property
     def slices(self) -> int:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
+from math import lcm
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.sliced_context import ContextShare
 from megatron_zb.megatron_core.sliced_documents import ENDS, OF_DOCUMENTS, Cut, Documents, starts_of
 from megatron_zb.megatron_core.sliced_routers import WholeRouting, has_losses
 from megatron_zb.megatron_core.stages import MegatronStage
@@ -79,9 +81,10 @@ class SlicesPart(StepPart):
                     module.forward = partial(_rotated, cut, module.forward)
 
     def before_step(self, step: Step) -> None:
-        borders = borders_of(self.slicing, step)
+        context = ContextShare(step.pg_collection.cp)
+        borders = borders_of(self.slicing, step, context)
         for cut in self._cuts:
-            cut.borders, cut.forward_only = borders, step.forward_only
+            cut.borders, cut.forward_only, cut.context = borders, step.forward_only, context
         lengths = [end - start for start, end in pairwise(borders)]
         shapes = [
             activation_shape(n, step.micro_batch_size, step.config, step.pg_collection)
@@ -105,7 +108,7 @@ class SlicesPart(StepPart):
         stage.joins_weight = bool(self.slicing_of(step).joins_weight)
         stage.reading = self.reading
         if stage.is_output:
-            stage.counts = TokenCounts(self._readers[stage.chunk], len(self.slicing.lengths), step)
+            stage.counts = TokenCounts(self._readers[stage.chunk], stage.cut, step)
 
     @staticmethod
     def slicing_of(step: Step) -> Slicing:
@@ -122,18 +125,21 @@ class SlicesPart(StepPart):
             step.forward_data_store[:] = whole
 
 
-def borders_of(slicing: Slicing, step: Step) -> tuple[int, ...]:
+def borders_of(slicing: Slicing, step: Step, context: ContextShare) -> tuple[int, ...]:
     """Return the borders of the slices in tokens of a sequence.
 
     Raises:
-        UsageError: they do not divide the sequence, or a slice over its tensor-parallel ranks.
+        UsageError: they do not divide the sequence, or a slice over its ranks.
     """
     borders = slicing.borders(step.seq_length)
     ranks = step.pg_collection.tp.size() if step.config.sequence_parallel else 1
-    if any(border % ranks for border in borders):
+    multiple = lcm(context.multiple, context.size * ranks)
+    if any(border % multiple for border in borders):
+        spread = [f"{ranks} tensor-parallel ranks by --sequence-parallel"] if ranks > 1 else []
+        spread += [f"{context.size} context-parallel ranks"] if context.size > 1 else []
         raise UsageError(
-            f"{FLAG}: slices that end at tokens {list(borders[1:])} cannot be spread over {ranks} "
-            f"tensor-parallel ranks by --sequence-parallel: give lengths in multiples of {ranks}"
+            f"{FLAG}: slices that end at tokens {list(borders[1:])} cannot be spread over "
+            f"{' and '.join(spread)}: give lengths in multiples of {multiple}"
         )
     return borders
 
@@ -165,21 +171,24 @@ class SlicedStage(MegatronStage):
         """Return a slice's loss as a part of its microbatch's, by the tokens that count.
 
         A mean over no tokens is no number: the loss of such a slice, and its gradient, are 0.
+        Context-parallel ranks return sums of their tokens, which Megatron averages, or their parts
+        of a mean over the group, which Megatron adds up.
         """
         if more:
             return loss_func(output, **more)
-        own, all_slices = self.counts.of(self.cut.unit)
+        ranks = self.cut.context.size
+        own, of_group, all_slices = self.counts.of(self.cut.unit)
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(partial(_if_any, own))
         result = loss_func(output)
         if len(result) == 3:
             loss, num_tokens, record = result
             if not self._step.config.calculate_per_token_loss:
-                num_tokens = all_slices.to(num_tokens.dtype)
-            return loss, num_tokens, Record.of(record, own, all_slices)
+                loss, num_tokens = loss * ranks, all_slices.to(num_tokens.dtype)
+            return loss, num_tokens, Record.of(record, own * ranks, all_slices)
         loss, record = result
-        share = (own / all_slices.clamp(min=1)).to(loss.dtype)
-        return _if_any(own, loss * share), Record.of(record, own, all_slices)
+        share = (of_group / all_slices.clamp(min=1)).to(loss.dtype)
+        return _if_any(of_group, loss * share), Record.of(record, of_group, all_slices)
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self.cut.unit = microbatch
@@ -237,6 +246,8 @@ class Prefix:
                 f"{type(core).__name__}: leave the flag out for this model"
             )
         self._cut, self._usual = cut, core.forward
+        if is_of_te and core.config.context_parallel_size > 1:  # it gets all keys
+            core.set_context_parallel_group(None, None, None, "all_gather")
         if self._is_local:  # its fused kernel is for as many queries as keys
             core.scale_mask_softmax.scaled_masked_softmax_fusion = False
         self.kept: dict[int, _Kept] = {}
@@ -257,16 +268,30 @@ class Prefix:
             length = self._cut.borders[-1]
             keys, values = (x.detach().new_empty(length, *x.shape[1:]) for x in (key, value))
             self.kept[microbatch] = _Kept(keys, values)
-        key, value = _WithPrefix.apply(key, value, self.kept, microbatch, start)
+        prefixes = _WithPrefix.apply(key, value, self.kept, self._cut)
         more["attn_mask_type"] = AttnMaskType.causal_bottom_right
-        attend = partial(self._attend, more)
-        if (documents := self._cut.documents) is None:
-            output = attend(query, key, value)
-        else:
-            output = documents.attend(attend, (query, key, value), microbatch, start)
+        runs = self._cut.context.runs(start, end)
+        parts = zip(query.chunk(len(runs)), prefixes[0::2], prefixes[1::2], strict=True)
+        outputs = [
+            self._within_documents(more, tensors, first)
+            for tensors, (first, _) in zip(parts, runs, strict=True)
+        ]
+        output = outputs[0] if len(runs) == 1 else torch.cat(outputs)
         if self._cut.forward_only and end == self._cut.borders[-1]:
             del self.kept[microbatch]
         return output
+
+    def _within_documents(
+        self,
+        more: dict[str, Any],
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        start: int,
+    ) -> torch.Tensor:
+        """Run attention of consecutive queries from a place on to all keys up to the last one."""
+        attend = partial(self._attend, more)
+        if (documents := self._cut.documents) is None:
+            return attend(*tensors)
+        return documents.attend(attend, tensors, self._cut.microbatch, start)
 
     def _attend(
         self,
@@ -284,40 +309,40 @@ class Prefix:
 class _WithPrefix(torch.autograd.Function):
     """Puts the keys and values of a slice behind those of the slices before it.
 
-    A recomputed forward writes the same once more.
+    They are returned once for each run of tokens that this rank has of the slice, up to its end. A
+    recomputed forward writes the same once more.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kept: dict[int, _Kept],
-        microbatch: int,
-        start: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.kept, ctx.microbatch, ctx.start = kept, microbatch, start
-        held, end = kept[microbatch], start + key.shape[0]
+        ctx: Any, key: torch.Tensor, value: torch.Tensor, kept: dict[int, _Kept], cut: Cut
+    ) -> tuple[torch.Tensor, ...]:
+        (ctx.start, ctx.end), ctx.context = cut.tokens, cut.context
+        ctx.kept, ctx.microbatch = kept, cut.microbatch
+        held = kept[ctx.microbatch]
         # ``data`` has a separate version counter: autograd would refuse the part of the buffer that
         # attention has saved, although later slices are written behind it.
         for buffer, own in ((held.keys, key), (held.values, value)):
-            buffer.data[start:end].copy_(own)
-        return held.keys.data[:end], held.values.data[:end]
+            ctx.context.gather(own, buffer.data[ctx.start : ctx.end])
+        ends = [end for _, end in ctx.context.runs(ctx.start, ctx.end)]
+        return tuple(each.data[:end] for end in ends for each in (held.keys, held.values))
 
     @staticmethod
     def backward(
         ctx: Any, *gradients: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         held, own = ctx.kept[ctx.microbatch], []
-        for place, gradient in enumerate(gradients):
-            whole = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            if (left := held.left[place]) is not None:
-                whole = whole + left
-            own.append(whole[ctx.start :].to(gradient.dtype))
+        for place, kind in enumerate((gradients[0::2], gradients[1::2])):
+            if (whole := held.left[place]) is None:  # the last slice
+                wide = torch.promote_types(kind[0].dtype, torch.float32)
+                whole = kind[0].new_zeros(ctx.end, *kind[0].shape[1:], dtype=wide)
+            for gradient in kind:
+                whole[: len(gradient)] += gradient
+            own.append(ctx.context.summed(whole[ctx.start :]).to(kind[0].dtype))
             held.left[place] = whole[: ctx.start]
         if ctx.start == 0:
             del ctx.kept[ctx.microbatch]
-        return own[0], own[1], None, None, None
+        return own[0], own[1], None, None
 
 
 @lru_cache(maxsize=64)  # documents have many lengths
@@ -330,6 +355,8 @@ def _causal(queries: int, keys: int, where: torch.device) -> torch.Tensor:
 def _rotated(cut: Cut, usual: Callable[..., Any], length: int, *more: Any, **options: Any) -> Any:
     """Return rotary embeddings of the positions of a slice, of so many tokens."""
     start, end = cut.tokens
+    if cut.context.size > 1:  # those of packed sequences are not cut over ranks
+        options["packed_seq"] = True
     found = usual(end, *more, **options)
     table, *scale = found if isinstance(found, tuple) else (found,)
     if cut.documents is not None and cut.documents.restarts:
@@ -337,6 +364,7 @@ def _rotated(cut: Cut, usual: Callable[..., Any], length: int, *more: Any, **opt
         own = table[places.to(table.device)].squeeze(2)
     else:
         own = table[end - length : end]
+    own = cut.context.own(own)
     return (own, *scale) if scale else own
 
 
@@ -407,27 +435,27 @@ class SlicedReading:
 class TokenCounts:
     """Numbers of tokens of each slice that count in the loss, the same on all tensor ranks."""
 
-    def __init__(self, reading: SlicedReading | None, slices: int, step: Step) -> None:
-        self._reading, self._slices = reading, slices
+    def __init__(self, reading: SlicedReading | None, cut: Cut, step: Step) -> None:
+        self._reading, self._cut = reading, cut
         self._group = step.pg_collection.tp
         self._found: tuple[int, torch.Tensor] = (-1, torch.empty(0))
 
-    def of(self, unit: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the number of a slice's tokens, and of its microbatch's.
+    def of(self, unit: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the numbers of this rank's tokens of a slice, of all of it, and of its microbatch.
 
         Collective over the tensor-parallel ranks, of which the first reads the data.
 
         Raises:
             UsageError: the data has no loss mask.
         """
-        j, i = divmod(unit, self._slices)
+        j, i = divmod(unit, self._cut.slices)
         if self._found[0] != j:
             self._found = j, self._counted(j)
-        counts = self._found[1]
-        return counts[i], counts.sum()
+        own, of_group = self._found[1]
+        return own[i], of_group[i], of_group.sum()
 
     def _counted(self, microbatch: int) -> torch.Tensor:
-        counts = torch.zeros(self._slices, dtype=torch.float64, device=device())
+        counts = torch.zeros(2, self._cut.slices, dtype=torch.float64, device=device())
         if self._reading is not None:
             mask = self._reading.masks.pop(microbatch, None)
             if mask is None:
@@ -435,9 +463,9 @@ class TokenCounts:
                     f"{FLAG} weighs losses of slices by the tokens in {LOSS_MASK}, which the data "
                     "does not have: add it to the microbatches"
                 )
-            by_slice = pairwise(self._reading.borders)
-            sums = [mask[:, start:end].sum() for start, end in by_slice]
-            counts.copy_(torch.stack(sums))
+            slices = [mask[:, start:end] for start, end in pairwise(self._reading.borders)]
+            for row, parts in enumerate(([self._cut.context.own(s, 1) for s in slices], slices)):
+                counts[row].copy_(torch.stack([part.sum() for part in parts]))
         if self._group.size() > 1:
             dist.broadcast(counts, dist.get_global_rank(self._group, 0), group=self._group)
         return counts

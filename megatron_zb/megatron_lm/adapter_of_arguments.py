@@ -226,7 +226,7 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
         copy=copy_of(args),
         attention=balance.attention_of(with_derived(args)),
         sequence=args.seq_length,
-        tensor=args.tensor_model_parallel_size,
+        spread=args.tensor_model_parallel_size * args.context_parallel_size,
     )
 
 

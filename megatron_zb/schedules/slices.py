@@ -34,7 +34,7 @@ _F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 
 MOST_SLICES = 1024
 LEAST_TOKENS = 1024
-"""Least tokens of a slice on a tensor-parallel rank.
+"""Least tokens of a slice on a rank of tensor or context parallelism.
 
 A product has as many rows as a slice has tokens, and its columns are divided among the ranks. Of
 shorter slices, narrow products, such as that for keys and values, leave multiprocessors idle, which

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
 
+import gpt_cases
 import pytest
 import torch
-from feature_matrix import _LATENT
+from feature_matrix import _LATENT, _MOE
 from gpt_cases import GPTCase, Outcome, run
+from megatron.core import parallel_state
 from ranks import RankPools
 from sizes import every_value
 
@@ -60,7 +63,22 @@ CASES = {
         ),
     ),
     "overlapped reduction": replace(PLAIN, data_parallel=2, overlap_grad_reduce=True),
+    "context parallelism": replace(
+        PLAIN, context_parallel=2, rotary=True, options=(("num_query_groups", 2),)
+    ),
 }
+_SHARED = replace(PLAIN, context_parallel=2, rotary=True)
+SHARED = {
+    "evaluated": _SHARED,
+    "per-token loss": replace(_SHARED, per_token_loss=True),
+    "latent attention": replace(_SHARED, rotary=False, options=_LATENT),
+    "full recomputation": replace(_SHARED, options=CASES["full recomputation"].options),
+    "packed documents": replace(_SHARED, documents="ends"),
+    "sequence parallelism": replace(_SHARED, tensor_parallel=2, sequence_parallel=True),
+    "overlapped reduction": replace(_SHARED, overlap_grad_reduce=True, tied=True),
+    "experts": replace(_SHARED, options=(*_MOE.items(), ("moe_z_loss_coeff", 0.01))),
+}
+"""Cases whose slices two ranks share."""
 USUAL = ((2, "2", "1f1b"), (2, "4", "v-half"), (2, "8", "auto"))
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto")
 
@@ -71,13 +89,34 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max()) / (scale or 1.0)
 
 
+def means(iterator: Iterator[Any], model: Any) -> tuple[Any, Any]:
+    """A forward step whose loss is a part of the mean over the tokens that ranks share."""
+    output, sums = STEP(iterator, model)
+
+    def mean(losses: torch.Tensor) -> tuple[Any, Any]:
+        total, tokens, record = sums(losses)
+        torch.distributed.all_reduce(tokens, group=parallel_state.get_context_parallel_group())
+        return total / tokens, {"lm loss": record["lm loss"].nan_to_num()}
+
+    return output, mean
+
+
+STEP = gpt_cases._forward_step
+
+
 def distance(case: GPTCase, name: str, slices: str, forward_only: bool) -> float:
-    """How far a sliced step is from Megatron's own, in units of the largest number of a tensor."""
-    expected = run(case, None, [MICROBATCHES], forward_only)[MICROBATCHES]
+    """How far a sliced step is from Megatron's own, in units of the largest number of a tensor.
+
+    Megatron's has sequences that no ranks share.
+    """
+    whole = replace(case, context_parallel=1)
+    (expected,) = gpt_cases._references(whole, [MICROBATCHES], forward_only)
     sliced = replace(case, slices=slices)
     found = run(sliced, name, [MICROBATCHES], forward_only, iterations=2)[MICROBATCHES]
     assert len(found.losses) in (0, MICROBATCHES)
-    losses = [abs(a / b - 1) for a, b in zip(found.losses, expected.losses, strict=False)]
+    mean = torch.tensor(found.losses, dtype=torch.float64) / case.context_parallel
+    torch.distributed.all_reduce(mean, group=parallel_state.get_context_parallel_group())
+    losses = [abs(a / b - 1) for a, b in zip(mean.tolist(), expected.losses, strict=False)]
     shared = found.gradients.keys() & expected.gradients.keys()
     assert shared or forward_only
     return max([*losses, *(off(found.gradients[n], expected.gradients[n]) for n in shared)] or [0])
@@ -86,9 +125,25 @@ def distance(case: GPTCase, name: str, slices: str, forward_only: bool) -> float
 @pytest.mark.parametrize(("what", "name"), every_value([*CASES], SCHEDULES))
 def test_a_sliced_step_is_megatrons_up_to_rounding(ranks: RankPools, what: str, name: str) -> None:
     case = CASES[what]
-    size = 2 * case.tensor_parallel * case.data_parallel
+    size = 2 * case.tensor_parallel * case.context_parallel * case.data_parallel
     found = ranks(size).run(distance, case=case, name=name, slices="4", forward_only=False)
     assert max(found) < 1e-12
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("what", "name"), every_value([*SHARED], ["1f1b", "v-half", "auto"]))
+def test_shared_slices_are_those_of_one_rank_up_to_rounding(
+    ranks: RankPools, what: str, name: str
+) -> None:
+    case, most = SHARED[what], 1e-12
+    if what == "packed documents":  # the rotary tables of 32 bits start anew in each of them
+        most = 1e-8
+    pool = ranks(4 * case.tensor_parallel)
+    found = pool.run(distance, case=case, name=name, slices="8,4,4", forward_only=False)
+    assert max(found) < most
+    if what == "evaluated":
+        found = pool.run(distance, case=case, name=name, slices="4", forward_only=True)
+        assert max(found) < most
 
 
 @pytest.mark.parametrize("slices", ["8,6,2", "2"])
@@ -98,6 +153,22 @@ def test_an_evaluation_and_unequal_slices(ranks: RankPools, slices: str) -> None
             distance, case=PLAIN, name="v-half", slices=slices, forward_only=forward_only
         )
         assert max(found) < 1e-12
+
+
+def of_means(case: GPTCase) -> float:
+    """How far gradients are from Megatron's if the loss is a mean."""
+    whole = replace(case, context_parallel=1, slices=None)
+    (expected,) = gpt_cases._references(whole, [MICROBATCHES], False)
+    with patch.object(gpt_cases, "_forward_step", means):
+        found = run(case, "v-half", [MICROBATCHES])[MICROBATCHES]
+    return max(off(value, expected.gradients[n]) for n, value in found.gradients.items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_mean_is_weighed_by_the_tokens_of_its_slice(ranks: RankPools, shared: bool) -> None:
+    case = replace(SHARED["evaluated"] if shared else PLAIN, slices="4")
+    assert max(ranks(4 if shared else 2).run(of_means, case=case)) < 1e-12
 
 
 def test_documents_start_where_the_data_ends_them() -> None:
@@ -148,20 +219,22 @@ def on_one_rank(case: GPTCase) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("p", "slices", "name"),
+    ("p", "slices", "name", "shared"),
     [
-        pytest.param(p, slices, name, marks=() if (p, slices, name) in USUAL else pytest.mark.full)
-        for p, slices, name in product((2, 4), ("2", "4", "8"), SCHEDULES)
-    ],
+        pytest.param(*chosen, 1, marks=() if chosen in USUAL else pytest.mark.full)
+        for chosen in product((2, 4), ("2", "4", "8"), SCHEDULES)
+    ]
+    + [pytest.param(*chosen, 2, marks=pytest.mark.full) for chosen in USUAL[:2]],
 )
 def test_a_sliced_step_is_that_of_the_same_slices_on_one_rank_to_the_last_bit(
-    ranks: RankPools, p: int, slices: str, name: str
+    ranks: RankPools, p: int, slices: str, name: str, shared: int
 ) -> None:
-    case = GPTCase(layers=2 * p, dtype="bfloat16", slices=slices)
-    (expected,) = ranks(1).run(on_one_rank, case=case)
-    found = ranks(p).run(outcomes, case=case, name=name)
-    assert [loss for one in found for loss in one.losses] == expected.losses
-    gradients = {name: tensor for one in found for name, tensor in one.gradients.items()}
-    assert gradients.keys() == expected.gradients.keys()
-    for key, tensor in gradients.items():
-        assert torch.equal(tensor, expected.gradients[key]), key
+    """Or on the ranks that share them."""
+    case = GPTCase(layers=2 * p, dtype="bfloat16", slices=slices, context_parallel=shared)
+    for place, expected in enumerate(ranks(shared).run(on_one_rank, case=case)):
+        found = ranks(shared * p).run(outcomes, case=case, name=name)[place::shared]
+        assert [loss for one in found for loss in one.losses] == expected.losses
+        gradients = {name: tensor for one in found for name, tensor in one.gradients.items()}
+        assert gradients.keys() == expected.gradients.keys()
+        for key, tensor in gradients.items():
+            assert torch.equal(tensor, expected.gradients[key]), key

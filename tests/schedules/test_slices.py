@@ -522,7 +522,7 @@ def test_auto_takes_slices_until_twice_as_many_gain_little(
     m: int, tokens: int, tensor: int, slices: int
 ) -> None:
     sizes = JobSizes(
-        pipeline_size=4, num_microbatches=m, layers=Layers(8), sequence=tokens, tensor=tensor
+        pipeline_size=4, num_microbatches=m, layers=Layers(8), sequence=tokens, spread=tensor
     )
     asked = ScheduleSettings(pipeline_schedule="1f1b", pipeline_slices="auto")
     found = CurrentSchedule.named(asked, sizes)

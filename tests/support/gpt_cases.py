@@ -507,7 +507,16 @@ class SequenceParallelNorm(torch.nn.LayerNorm):
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
 
-class LatentAttention(DotProductAttention):
+class SharedAttention(DotProductAttention):
+    """Megatron's own attention where ranks share sequences, which it refuses without slices."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any) -> None:
+        one = copy(config)
+        one.context_parallel_size = 1
+        super().__init__(one, *args, **keywords)
+
+
+class LatentAttention(SharedAttention):
     """Megatron's own attention, told the head sizes in the way of multi-latent attention.
 
     Its local specification cannot be built otherwise; keys and values must have the same size.
@@ -536,6 +545,8 @@ def _specification(config: TransformerConfig, vp_stage: int | None) -> Any:
     if config.multi_latent_attention:
         multi_latent_attention.HAVE_TE = False  # 0.16 says that there is, everywhere
         layer.submodules.self_attention.submodules.core_attention = LatentAttention
+    elif config.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = SharedAttention
     if not config.sequence_parallel:
         return layer
     layer.submodules.input_layernorm = SequenceParallelNorm
@@ -591,7 +602,7 @@ def _batch(case: GPTCase, microbatch: int, generator: torch.Generator) -> dict[s
         batch["padding"] = torch.arange(length) >= length - torch.tensor([[5], [2]])
     if case.documents:
         _add_documents(case, batch, torch.rand(2, length, generator=generator) < 0.2)
-    return {name: _of_context_rank(part) for name, part in batch.items()}
+    return batch
 
 
 def _add_documents(case: GPTCase, batch: dict[str, torch.Tensor], first: torch.Tensor) -> None:
@@ -623,7 +634,7 @@ def _of_context_rank(sequences: torch.Tensor) -> torch.Tensor:
 def _forward_step(
     iterator: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
-    batch = next(iterator)
+    batch = {name: _of_context_rank(part) for name, part in next(iterator).items()}
     length = batch["tokens"].size(1)
     if "images" in batch:
         text = (batch["tokens"], batch["positions"], None, batch["labels"], batch["loss_mask"])

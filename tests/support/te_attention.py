@@ -2,11 +2,14 @@
 
 Its context parallelism is its own, in Python: which part of the keys and values travels when, by
 all-gathers and all-to-alls, and how partial results are joined. What stands in is the attention of
-a part, in plain torch: whole sequences of the layout sbhd, without dropout, bias or windows.
+a part, in plain torch: whole sequences of the layout sbhd, without dropout, bias or windows. Where
+token slices have switched its context parallelism off, it is the attention of a rank's chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -45,8 +48,24 @@ def install() -> None:
     if not hasattr(DotProductAttention, "runs_on_a_cpu"):
         DotProductAttention.runs_on_a_cpu = True
         DotProductAttention.forward = as_if_on_a_gpu(DotProductAttention.forward)
-    context_parallel.fused_attn_fwd = torch.no_grad()(fused_attn_fwd)
-    context_parallel.fused_attn_bwd = torch.no_grad()(fused_attn_bwd)
+    for name, stand_in, first in (
+        ("fused_attn_fwd", fused_attn_fwd, 8),
+        ("fused_attn_bwd", fused_attn_bwd, 11),
+    ):
+        setattr(context_parallel, name, torch.no_grad()(stand_in))
+        kernel = getattr(backends, name)
+        if kernel.__module__ != __name__:
+            setattr(backends, name, torch.no_grad()(_by_name(kernel, stand_in, first)))
+
+
+def _by_name(kernel: Any, stand_in: Any, first: int) -> Callable[..., Any]:
+    """Return a function that passes all but the first arguments by their names in a kernel."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        given = signature(kernel).bind(*args, **options).arguments
+        return stand_in(*args[:first], **dict([*given.items()][first:]))
+
+    return run
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: str) -> torch.Tensor:
