@@ -6,12 +6,17 @@ A layer is built wherever its block runs: nothing here knows of pipeline ranks.
 from __future__ import annotations
 
 import argparse
+import copy
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    vocab_parallel_cross_entropy,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -27,8 +32,7 @@ _FIRST_NORM, _SECOND_NORM = "input_layernorm.", "pre_mlp_layernorm."
 def teacher_layer(args: argparse.Namespace, block: int) -> TransformerLayer:
     """Build block `block` (from 0) of the teacher, frozen, with weights yet to be set."""
     config = transformer_config(args)
-    spec = get_gpt_layer_local_spec(normalization=args.normalization)
-    return _frozen(_build(config, spec.submodules, block))
+    return _frozen(_build(config, _parts(args), block))
 
 
 def student_layer(args: argparse.Namespace, shape: BlockShape, block: int) -> TransformerLayer:
@@ -55,9 +59,33 @@ def _frozen(module: Any) -> Any:
     return module.eval()
 
 
+class ShardedNorm:
+    """A norm of Megatron's for shards of a sequence, whose gradients are marked to be summed.
+
+    Megatron marks those of Apex and Transformer-Engine only.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> Any:
+        """Build the norm that the configuration asks for."""
+        spec = get_gpt_layer_local_spec(normalization=config.normalization).submodules
+        of_whole = copy.copy(config)
+        of_whole.sequence_parallel = False
+        norm = build_module(spec.input_layernorm, config=of_whole, hidden_size=hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def _parts(args: argparse.Namespace) -> Any:
+    """Return the submodules of a layer of the teacher."""
+    parts = get_gpt_layer_local_spec(normalization=args.normalization).submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = ShardedNorm
+    return parts
+
+
 def _submodules(args: argparse.Namespace, shape: BlockShape) -> Any:
     """Return the submodules of a layer; their names in a checkpoint are Megatron's own."""
-    parts = get_gpt_layer_local_spec(normalization=args.normalization).submodules
+    parts = _parts(args)
     names = dict(parts.sharded_state_dict_keys_map)
     if shape.attention == "linear":
         parts.self_attention = _linear("linear_attn")
@@ -106,21 +134,23 @@ class OutputHead(torch.nn.Module):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         config = transformer_config(args)
-        norm = get_gpt_layer_local_spec(normalization=args.normalization).submodules.input_layernorm
+        self._sequence_parallel = config.sequence_parallel
         self.final_layernorm = build_module(
-            norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            ShardedNorm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
         )
-        weight = torch.empty(args.padded_vocab_size, args.hidden_size, dtype=config.params_dtype)
+        tokens = args.padded_vocab_size // args.tensor_model_parallel_size
+        weight = torch.empty(tokens, args.hidden_size, dtype=config.params_dtype)
         self.weight = torch.nn.Parameter(weight)
         _frozen(self if args.cpu else self.cuda())
 
     def losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the loss of each token, (batch, sequence), from (sequence, batch, hidden)."""
-        logits = torch.nn.functional.linear(self.final_layernorm(hidden), self.weight)
-        flat = torch.nn.functional.cross_entropy(
-            logits.float().flatten(0, 1), labels.t().reshape(-1), reduction="none"
-        )
-        return flat.view(labels.shape[1], labels.shape[0]).t()
+        hidden = self.final_layernorm(hidden)
+        if self._sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        logits = torch.nn.functional.linear(hidden, self.weight)
+        losses: torch.Tensor = vocab_parallel_cross_entropy(logits.float(), labels.t().contiguous())
+        return losses.t()
 
 
 def rotary(args: argparse.Namespace) -> torch.Tensor | None:

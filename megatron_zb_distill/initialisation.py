@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_zb_distill import shards
 from megatron_zb_distill.student import BlockShape, TeacherShape
 
 Weights = dict[str, torch.Tensor]
@@ -24,18 +25,19 @@ def inherit(student: Any, teacher: Any, shape: BlockShape, sizes: TeacherShape) 
     Norms and parts of the teacher's shape are copied. A narrower MLP keeps the channels with the
     largest products of norms of their weights in and out. Fewer heads of keys and values are means
     of the teacher's (GQA, Ainslie et al., arXiv 2305.13245, section 2.1). A linear layer is the
-    product of the matrices that it stands for (Puzzle, arXiv 2411.19146, section 3).
+    product of the matrices that it stands for (Puzzle, arXiv 2411.19146, section 3). Collective
+    over a tensor-parallel group.
 
     Args:
         student: a TransformerLayer of `shape`.
         teacher: the TransformerLayer of the same block.
         sizes: the sizes of the teacher.
     """
-    weights = {name: value.detach() for name, value in teacher.named_parameters()}
+    weights = shards.whole(teacher)
     weights |= _attention(weights, shape, sizes) | _mlp(weights, shape, sizes)
     with torch.no_grad():
         for name, parameter in student.named_parameters():
-            parameter.copy_(weights[name])
+            parameter.copy_(shards.cut(student, name, parameter, weights[name]))
 
 
 def _attention(weights: Weights, shape: BlockShape, sizes: TeacherShape) -> Weights:

@@ -108,15 +108,16 @@ def save_student(
     """
     shapes = _all_shapes(chosen)
     uniform = is_uniform(shapes)
-    group = stage_blocks.place.group
+    copies = stage_blocks.place.copies
     parts = [
-        weights.layer_state(p.layer, p.block, args.num_layers, group, alike=uniform) for p in chosen
+        weights.layer_state(p.layer, p.block, args.num_layers, copies, alike=uniform)
+        for p in chosen
     ]
     if stage_blocks.embedding is not None:
-        parts.append(weights.embedding_state(stage_blocks.embedding, group))
+        parts.append(weights.embedding_state(stage_blocks.embedding, copies))
     if stage_blocks.head is not None:
         untied = args.untie_embeddings_and_output_weights
-        parts.append(weights.head_state(stage_blocks.head, untied, group))
+        parts.append(weights.head_state(stage_blocks.head, untied, copies))
     state = {
         "model": weights.merged(parts),
         "args": argparse.Namespace(**_model_arguments(args, shapes)),

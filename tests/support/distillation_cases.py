@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_zb.megatron_core.random_streams import initialise_by_global_name
+from megatron_zb.parsing import flag_of
 from megatron_zb_distill.blocks import student_layer, teacher_layer
 from megatron_zb_distill.flags import complete, parse
 from megatron_zb_distill.initialisation import inherit
@@ -74,10 +75,15 @@ class Learnt:
     weights: dict[str, torch.Tensor]
 
 
-def enter(model: Mapping[str, Any], folder: str) -> None:
+def enter(model: Mapping[str, Any], folder: str, flags: Sequence[str] = ()) -> None:
     """Make Megatron's groups, and the teacher's checkpoint if it is not there yet; collective."""
     if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        sizes = {
+            name: int(flags[flags.index(flag_of(name)) + 1])
+            for name in ("tensor_model_parallel_size", "expert_model_parallel_size")
+            if flag_of(name) in flags
+        }
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
     if not Path(folder).exists():
         dist.barrier()
@@ -95,6 +101,7 @@ def _defaults() -> argparse.Namespace:
 
 def whole_model(args: argparse.Namespace, ffn_hidden_size: int | None = None) -> GPTModel:
     """A model in one piece, as Megatron builds it, with random weights."""
+    args = argparse.Namespace(**(vars(args) | {"sequence_parallel": False}))
     if ffn_hidden_size is not None:
         args = argparse.Namespace(**(vars(args) | {"ffn_hidden_size": ffn_hidden_size}))
     config = transformer_config(args)
@@ -130,7 +137,7 @@ def learnt_in_pipeline(
     flags: Sequence[str],
 ) -> dict[Key, Learnt]:
     """Train on the ranks of the pool; what this rank's candidates have come to."""
-    enter(model, teacher)
+    enter(model, teacher, flags)
     job = job_of(corpus, teacher, candidates, *flags)
     run = open_job(job, distribution_of(job), dist.HashStore() if alone() else _store())
     student_blocks = {(p.block, p.shape.name): p for p in run.stage_blocks.all_student_blocks()}
@@ -190,7 +197,7 @@ def learnt_alone(
 
     `shares` says for each block over how many ranks gradients are summed: microbatches in turn.
     """
-    enter(model, teacher)
+    enter(model, teacher, flags)
     job = job_of(corpus, teacher, candidates, *flags)
     recorded = _recorded_lessons(job)
     return {
@@ -213,7 +220,7 @@ def _recorded_lessons(job: Job) -> Lessons:
 
     def record(_layer: Any, given: Any, keywords: Any, made: Any) -> None:
         entered = keywords["hidden_states"] if "hidden_states" in keywords else given[0]
-        lessons[-1].append((entered.clone(), made[0].clone()))
+        lessons[-1].append((_shard(job, entered).clone(), _shard(job, made[0]).clone()))
 
     for layer in whole.decoder.layers:
         layer.register_forward_hook(record, with_kwargs=True)
@@ -223,6 +230,14 @@ def _recorded_lessons(job: Job) -> Lessons:
             lessons.append([])
             whole(batch["tokens"], batch["position_ids"], None)
     return lessons
+
+
+def _shard(job: Job, activation: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sequence, (sequence, batch, hidden)."""
+    if not job.args.sequence_parallel:
+        return activation
+    parts = activation.chunk(job.args.tensor_model_parallel_size)
+    return parts[parallel_state.get_tensor_model_parallel_rank()]
 
 
 def fresh(job: Job, block: int, shape: BlockShape) -> Any:
@@ -245,7 +260,8 @@ def _train(job: Job, block: int, shape: BlockShape, recorded: Lessons, share: in
     groups: list[dict[str, Any]] = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
     peak = RATE if shape.learning_rate is None else shape.learning_rate
     adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=peak, weight_decay=0.01)
-    rotary = _rotary(job)
+    rotary, sequence = _rotary(job), job.args.sequence_parallel
+    split = job.args.tensor_model_parallel_size
     gradients = []
     for step in range(STEPS):
         for group in adam.param_groups:
@@ -256,15 +272,43 @@ def _train(job: Job, block: int, shape: BlockShape, recorded: Lessons, share: in
             for number in range(step * MICROBATCHES + part, (step + 1) * MICROBATCHES, share):
                 given, wanted = recorded[number][block]
                 said, _ = layer(given, attention_mask=None, rotary_pos_emb=rotary)
-                (((said - wanted) ** 2).mean() * (1 / MICROBATCHES)).backward()
+                loss = ((said - wanted) ** 2).mean() / (split if sequence else 1)
+                (loss * (1 / MICROBATCHES)).backward()
             parts.append([p.grad.clone() for p in decaying + others])
         for parameter, *summands in zip(decaying + others, *parts, strict=True):
             parameter.grad = sum(summands[1:], start=summands[0])
-        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        if split > 1:
+            _finish_split(layer, sequence)
+        else:
+            torch.nn.utils.clip_grad_norm_(parameters, CLIP)
         gradients.append([p.grad.clone() for p in decaying + others])
         adam.step()
     weights = {n: p.detach().clone() for n, p in layer.named_parameters()}
     return Learnt(gradients, weights)
+
+
+_SPLIT = (
+    *("linear_qkv.", "linear_fc1.", "linear_proj.weight", "linear_fc2.weight"),
+    *("self_attention.weight", "mlp.weight"),  # of linear layers
+)
+
+
+def _finish_split(layer: Any, sequence: bool) -> None:
+    """Sum what every rank has of a part of the sequence, and clip by the norm of the whole block."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    first = parallel_state.get_tensor_model_parallel_rank() == 0
+    counted = []
+    for name, parameter in layer.named_parameters():
+        is_split = any(part in name for part in _SPLIT)
+        if sequence and not is_split:
+            dist.all_reduce(parameter.grad, group=group)
+        if is_split or first:
+            counted.append(torch.linalg.vector_norm(parameter.grad))
+    square = torch.linalg.vector_norm(torch.stack(counted)).square()
+    dist.all_reduce(square, group=group)
+    factor = (CLIP / (square.sqrt() + 1e-6)).clamp(max=1)
+    for parameter in layer.parameters():
+        parameter.grad *= factor
 
 
 def _rotary(job: Job) -> torch.Tensor | None:
