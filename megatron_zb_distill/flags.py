@@ -277,16 +277,18 @@ def complete(args: argparse.Namespace, model: Mapping[str, Any]) -> argparse.Nam
             f"--seq-length {seq_length} is more than the {model['max_position_embeddings']} "
             "positions of the teacher: give fewer"
         )
+    unset = {name: value for name, value in model.items() if value is None}
     known = {name: value for name, value in model.items() if value is not None}
     # how many of its tokens a tokenizer uses is not always stored with a model
     known["vocab_size"] = model["padded_vocab_size"]
     # the norms of a block run on shards of a sequence, those of a GPTModel may not
     given = vars(args) | {"seq_length": seq_length, "sequence_parallel": False}
-    whole = argparse.Namespace(**(flags.parser().defaults() | known | given))
+    whole = argparse.Namespace(**(unset | flags.parser().defaults() | known | given))
     arguments.complete(whole, world_size=args.tensor_model_parallel_size)
     whole.padded_vocab_size = model["padded_vocab_size"]
     whole.sequence_parallel = args.sequence_parallel
     _check_tensor_parallel(whole)
+    _check_experts(whole)
     return whole
 
 
@@ -300,6 +302,28 @@ def _check_tensor_parallel(args: argparse.Namespace) -> None:
                 f"{flag_of(name)} {getattr(args, name)} cannot be split over "
                 f"--tensor-model-parallel-size {size} ranks: give a size that divides it"
             )
+
+
+def _check_experts(args: argparse.Namespace) -> None:
+    experts, ranks = args.num_experts, args.expert_model_parallel_size
+    if experts is None:
+        if ranks > 1:
+            raise UsageError(
+                f"--expert-model-parallel-size {ranks}: the teacher has no experts: leave it out"
+            )
+        return
+    if experts % ranks:
+        raise UsageError(
+            f"--expert-model-parallel-size {ranks} does not divide the teacher's {experts} "
+            "experts: give a divisor"
+        )
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise UsageError(
+            "--tensor-model-parallel-size: Megatron trains experts under it only with "
+            "--sequence-parallel: add it"
+        )
+    if args.save_library is not None:
+        raise UsageError("--save-library: a teacher with experts has no library: leave it out")
 
 
 def check_split(

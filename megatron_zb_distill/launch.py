@@ -45,6 +45,10 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     from megatron_zb_distill.loop import distil
     from megatron_zb_train.ranks import start_ranks, stop_ranks
 
+    if job.args.cpu and job.args.num_experts:
+        from megatron_zb.megatron_core.cpu import redirect_experts
+
+        redirect_experts()
     experts = job.args.expert_model_parallel_size
     start_ranks(job.args, None, store, environment, experts)
     try:

@@ -124,8 +124,9 @@ def load_teacher(path: Path, part: TeacherPart, copies: Copies) -> None:
         UsageError: the files are damaged, or are of another model.
     """
     layers, embedding, head = part.layers, part.embedding, part.head
+    alike = _are_alike(path)
     request: State = {
-        str(block): layer_state(layer, block, part.num_layers, copies)
+        str(block): layer_state(layer, block, part.num_layers, copies, alike=alike)
         for block, layer in layers.items()
     }
     if embedding is not None:
@@ -148,6 +149,12 @@ def load_teacher(path: Path, part: TeacherPart, copies: Copies) -> None:
         fill(head.final_layernorm, state["norm"], _FINAL_NORM)
         with torch.no_grad():
             head.weight.copy_(state["output"])
+
+
+def _are_alike(path: Path) -> bool:
+    """Return whether all layers of a checkpoint are slices of the same tensors."""
+    stored = read(path, lambda: dist_checkpointing.load_tensors_metadata(str(path)), FLAG)
+    return not any(name.startswith(f"{_LAYERS}0.") for name in stored)
 
 
 def fill(module: Any, state: Mapping[str, Any], prefix: str) -> None:

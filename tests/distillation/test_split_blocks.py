@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from distillation_cases import (
     EMPTY,
+    EXPERTS,
     GPT,
     HALF,
+    LATENT,
     LAYERS,
     LINEAR,
     LLAMA,
@@ -22,9 +24,18 @@ from distillation_cases import (
 )
 from ranks import RankPools
 
-MODELS = {"gpt": GPT, "llama": LLAMA}
+MODELS = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "latent": {**LLAMA, **LATENT},
+    "experts": {**LLAMA, **EXPERTS},
+    "deepseek": {**LLAMA, **LATENT, **EXPERTS},
+}
 TENSOR = ("--tensor-model-parallel-size", "2")
 SEQUENCE = (*TENSOR, "--sequence-parallel")
+SPLIT_EXPERTS = ("--expert-model-parallel-size", "2")
+BOTH = (*SEQUENCE, *SPLIT_EXPERTS)
+ONE: tuple[str, ...] = ()
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +51,10 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("llama", [HALF, LINEAR, EMPTY], "0-3:1", 1, TENSOR, marks=pytest.mark.full),
         pytest.param("gpt", [HALF, SLOW], "0-3:2", 2, SEQUENCE, marks=pytest.mark.full),
         pytest.param("gpt", [SLOW], "0:1,1-3:1", 1, TENSOR, marks=pytest.mark.full),
+        ("deepseek", [HALF, EMPTY], "0-1:1,2-3:1", 1, SPLIT_EXPERTS),
+        pytest.param("latent", [HALF], "0-1:1,2-3:1", 1, SEQUENCE, marks=pytest.mark.full),
+        pytest.param("experts", [HALF, SLOW], "0-1:1,2-3:1", 1, ONE, marks=pytest.mark.full),
+        pytest.param("deepseek", [HALF], "0-3:1", 1, BOTH, marks=pytest.mark.full),
     ],
 )
 def test_split_blocks_learn_in_the_pipeline_what_they_learn_alone(
@@ -52,16 +67,17 @@ def test_split_blocks_learn_in_the_pipeline_what_they_learn_alone(
     corpus: str,
     teachers: Path,
 ) -> None:
-    """Every rank's part, to the last bit; two ranks share a block, and relay to two others."""
-    size = 2 * sum(int(part.partition(":")[2]) for part in distribution.split(","))
+    """Every rank's part, to the last bit; ranks that share a block relay to as many others."""
+    each = 2 ** sum(flag.endswith("parallel-size") for flag in flags)
+    size = each * sum(int(part.partition(":")[2]) for part in distribution.split(","))
     teacher = str(teachers / model)
     ranks(1).run(enter, model=MODELS[model], folder=teacher)
     case: dict[str, Any] = {"corpus": corpus, "teacher": teacher, "model": MODELS[model]}
     case["candidates"] = candidates
-    alone = ranks(2).run(learnt_alone, **case, shares=[shares] * LAYERS, flags=flags)
+    alone = ranks(each).run(learnt_alone, **case, shares=[shares] * LAYERS, flags=flags)
     given = [*flags, "--distribution", distribution]
     seen = set()
     for rank, learnt in enumerate(ranks(size).run(learnt_in_pipeline, **case, flags=given)):
-        assert differences(learnt, alone[rank % 2]) == []
+        assert differences(learnt, alone[rank % each]) == []
         seen |= set(learnt)
     assert seen == {(block, c["name"]) for block in range(LAYERS) for c in candidates}
