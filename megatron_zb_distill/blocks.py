@@ -56,11 +56,12 @@ def layer_config(args: argparse.Namespace, block: int) -> TransformerConfig:
         fields = {name: given[name] for name in LATENT if given.get(name) is not None}
     if block in expert_blocks(given):
         fields |= {name: given[name] for name in EXPERTS if given.get(name) is not None}
+        uneven = args.cpu and args.tensor_model_parallel_size > 1  # which gloo does not gather
         fields |= {
             "num_moe_experts": args.num_experts,
             "expert_model_parallel_size": args.expert_model_parallel_size,
             "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
+            "moe_token_dispatcher_type": "allgather" if uneven else "alltoall",
         }
     kind = MLATransformerConfig if latent else TransformerConfig
     return transformer_config(args, kind=kind, fields=fields)

@@ -14,7 +14,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.parsing import flag_of
 from megatron_zb_distill import weights
-from megatron_zb_distill.place import Copies
+from megatron_zb_distill.place import Holders
 from megatron_zb_distill.schedule.distribution import Distribution
 from megatron_zb_distill.stage import StageBlocks
 from megatron_zb_distill.student import BlockShape
@@ -106,7 +106,7 @@ def _request(stage_blocks: StageBlocks) -> dict[str, Any]:
     }
 
 
-def _state(student_block: StudentBlock, copies: Copies) -> dict[str, Any]:
+def _state(student_block: StudentBlock, copies: Holders) -> dict[str, Any]:
     name = _name(student_block)
     layer = weights.module_state(student_block.layer, f"{name}.", copies)
     optimizer = {}

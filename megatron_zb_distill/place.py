@@ -16,7 +16,7 @@ from megatron_zb_distill.schedule.distribution import Distribution
 _ONE_RANK = Lanes()
 
 
-class Copies(NamedTuple):
+class Holders(NamedTuple):
     """Process groups of the ranks that hold the same parameters, and sum their gradients."""
 
     dense: dist.ProcessGroup
@@ -34,7 +34,7 @@ class Place:
     stage: int
     is_first: bool
     is_last: bool
-    copies: Copies
+    copies: Holders
     lanes: Lanes = _ONE_RANK
     shares_last: bool = False
     """Whether the next stage begins with the last block of this one, for further candidates."""
@@ -71,10 +71,10 @@ class Place:
         return self.lanes.tensor_lane(dist.get_rank())
 
 
-def _copies(lanes: Lanes, places: Sequence[int]) -> Copies:
+def _copies(lanes: Lanes, places: Sequence[int]) -> Holders:
     rank = dist.get_rank()
     dense = [other for place in places for other in lanes.alike(place, rank)]
-    return Copies(*new_groups([dense, [lanes.rank_at(place, rank) for place in places]]))
+    return Holders(*new_groups([dense, [lanes.rank_at(place, rank) for place in places]]))
 
 
 def parse_distribution(

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron_zb_distill.lanes import Lanes
-from megatron_zb_distill.place import Copies
+from megatron_zb_distill.place import Holders
 
 Tensors = dict[str, torch.Tensor]
 
@@ -84,7 +84,7 @@ class ShardedGradients:
         first = name in self._experts or not self._lanes.expert_lane(rank)
         return first and (split or not self._lanes.tensor_lane(rank))
 
-    def sum(self, gradients: Mapping[str, torch.Tensor], copies: Copies | None) -> None:
+    def sum(self, gradients: Mapping[str, torch.Tensor], copies: Holders | None) -> None:
         """Sum gradients in place over copies, and over shards of the sequence, as Megatron does.
 
         Args:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_zb_distill import weights
 from megatron_zb_distill.blocks import Embedding, OutputHead, rotary, teacher_layer
 from megatron_zb_distill.lanes import Lanes
-from megatron_zb_distill.place import Copies, Place
+from megatron_zb_distill.place import Holders, Place
 from megatron_zb_distill.student import BlockShape
 from megatron_zb_distill.student_block import StudentBlock
 from megatron_zb_distill.teacher import Teacher
@@ -60,7 +60,7 @@ class BlockwiseStage:
         self,
         teaching: Teaching,
         student_blocks: Sequence[Sequence[StudentBlock]],
-        copies: Copies | None,
+        copies: Holders | None,
     ) -> None:
         """Create a stage at the start of a run of steps.
 

@@ -11,7 +11,7 @@ import torch
 from megatron_zb_distill.blocks import student_layer
 from megatron_zb_distill.initialisation import inherit
 from megatron_zb_distill.lanes import Lanes
-from megatron_zb_distill.place import Copies
+from megatron_zb_distill.place import Holders
 from megatron_zb_distill.shards import ShardedGradients, Tensors, mean_of_shards
 from megatron_zb_distill.student import BlockShape, TeacherShape
 from megatron_zb_train.model import scheduler
@@ -101,7 +101,7 @@ class BlockOptimizer:
                 master.grad = torch.zeros_like(master)
         return {name: m.grad for name, m in self._masters.items() if m.grad is not None}
 
-    def step(self, copies: Copies | None) -> None:
+    def step(self, copies: Holders | None) -> None:
         """Sum the gradients over the ranks of a stage, step the optimizer, and drop the gradients.
 
         Args:
@@ -197,7 +197,7 @@ class StudentBlock:
         output, _ = self.layer(given, attention_mask=None, rotary_pos_emb=rotary)
         return output
 
-    def update(self, copies: Copies | None) -> None:
+    def update(self, copies: Holders | None) -> None:
         """Step the optimizer; see :meth:`BlockOptimizer.step`."""
         self.optimizer.step(copies)
 

@@ -20,7 +20,7 @@ from megatron.core.parallel_state import (
 from megatron.core.transformer.utils import sharded_state_dict_default
 
 from megatron_zb_distill.blocks import Embedding, OutputHead
-from megatron_zb_distill.place import Copies
+from megatron_zb_distill.place import Holders
 from megatron_zb_distill.teacher import FLAG
 from megatron_zb_train.checkpoint import read
 
@@ -33,7 +33,7 @@ _TIED, _UNTIED = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def layer_state(
-    layer: Any, block: int, num_layers: int, copies: Copies, *, alike: bool = True
+    layer: Any, block: int, num_layers: int, copies: Holders, *, alike: bool = True
 ) -> State:
     """Return the sharded tensors of a layer, under a GPTModel's names in a checkpoint.
 
@@ -53,7 +53,7 @@ def layer_state(
     return state
 
 
-def module_state(module: Any, prefix: str, copies: Copies) -> State:
+def module_state(module: Any, prefix: str, copies: Holders) -> State:
     """Return the sharded tensors of a Megatron module that several ranks hold."""
     state: State = sharded_state_dict_default(
         module, prefix, (), _held_by(copies), get_tensor_model_parallel_group()
@@ -62,7 +62,7 @@ def module_state(module: Any, prefix: str, copies: Copies) -> State:
     return state
 
 
-def _correct_experts(state: State, copies: Copies) -> None:
+def _correct_experts(state: State, copies: Holders) -> None:
     """Count the copies of experts within a stage, where Megatron counts them in the whole job."""
     for name, sharded in state.items():
         if ".local_experts." in name:
@@ -76,19 +76,19 @@ def state_like(parameter: Any, name: str, tensor: torch.Tensor) -> Any:
     return sharded
 
 
-def _vocabulary_state(name: str, tensor: torch.Tensor, copies: Copies) -> ShardedTensor:
+def _vocabulary_state(name: str, tensor: torch.Tensor, copies: Holders) -> ShardedTensor:
     """Return the sharded tensor of an output layer, whose tokens a tensor-parallel group splits."""
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     replica = (0, 0, copies.dense.rank())
     return ShardedTensor.from_rank_offsets(name, tensor, (0, rank, size), replica_id=replica)
 
 
-def embedding_state(embedding: Embedding, copies: Copies) -> State:
+def embedding_state(embedding: Embedding, copies: Holders) -> State:
     """Return the sharded tensors of the embedding of a GPTModel."""
     return module_state(embedding.embedding, _EMBEDDING, copies)
 
 
-def head_state(head: OutputHead, untied: bool, copies: Copies) -> State:
+def head_state(head: OutputHead, untied: bool, copies: Holders) -> State:
     """Return the sharded tensors of the last norm, and of the output layer if it is untied."""
     state = module_state(head.final_layernorm, _FINAL_NORM, copies)
     if untied:
@@ -112,7 +112,7 @@ class TeacherPart:
     """Whether the output layer has its own weight."""
 
 
-def load_teacher(path: Path, part: TeacherPart, copies: Copies) -> None:
+def load_teacher(path: Path, part: TeacherPart, copies: Holders) -> None:
     """Load this rank's part of the teacher from a checkpoint; collective over all ranks.
 
     Args:
@@ -162,7 +162,7 @@ def fill(module: Any, state: Mapping[str, Any], prefix: str) -> None:
     module.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()})
 
 
-def _held_by(copies: Copies) -> dict[str, Any]:
+def _held_by(copies: Holders) -> dict[str, Any]:
     """Return Megatron's metadata for tensors of which ranks hold copies."""
     return {"dp_cp_group": copies.dense, "singleton_local_shards": False}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from distillation_cases import (
     EMPTY,
     EXPERTS,
@@ -17,12 +19,23 @@ from distillation_cases import (
     LINEAR,
     LLAMA,
     SLOW,
+    STEPS,
+    _store,
     differences,
     enter,
+    job_of,
     learnt_alone,
     learnt_in_pipeline,
 )
+from megatron.core import dist_checkpointing
 from ranks import RankPools
+
+from megatron_zb_distill import checkpoint
+from megatron_zb_distill.evaluation import compare
+from megatron_zb_distill.loop import distribution_of, open_job
+from megatron_zb_distill.shards import whole
+from megatron_zb_distill.stitching import save_student
+from megatron_zb_train.data import check_data
 
 MODELS = {
     "gpt": GPT,
@@ -35,6 +48,7 @@ TENSOR = ("--tensor-model-parallel-size", "2")
 SEQUENCE = (*TENSOR, "--sequence-parallel")
 SPLIT_EXPERTS = ("--expert-model-parallel-size", "2")
 BOTH = (*SEQUENCE, *SPLIT_EXPERTS)
+HELD_OUT = ("--eval-iters", "2", "--split", "80,20,0")
 ONE: tuple[str, ...] = ()
 
 
@@ -81,3 +95,76 @@ def test_split_blocks_learn_in_the_pipeline_what_they_learn_alone(
         assert differences(learnt, alone[rank % each]) == []
         seen |= set(learnt)
     assert seen == {(block, c["name"]) for block in range(LAYERS) for c in candidates}
+
+
+Stored = dict[tuple[int, str], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
+"""Of a candidate: its parameters in one piece, and this rank's part of its optimizer."""
+
+
+def run_between(
+    corpus: str, teacher: str, flags: Sequence[str], save: str, load: str | None, until: int
+) -> tuple[Stored, list[float]]:
+    """Train from a checkpoint, or the start, to a step; both models' losses on held-out text."""
+    enter(MODELS["llama"], teacher, flags)
+    words = [*flags, "--save", save, "--save-student", f"{save}.student", *HELD_OUT]
+    job = job_of(corpus, teacher, [HALF], *words)
+    check_data(job.args)
+    if load is not None:
+        job.args.load = load
+        job = replace(job, resume=checkpoint.stored_distribution(job.args, job.library))
+    run = open_job(job, distribution_of(job), _store())
+    run.steps(run.first_step, until)
+    checkpoint.save(job.args, job.library, run.distribution, run.stage_blocks, until)
+    blocks = list(run.stage_blocks.all_student_blocks())
+    save_student(job.args, run.stage_blocks, blocks, until)
+    losses = compare(job.args, run.distribution, run.stage_blocks, blocks, run.held_out)
+    run.close()
+    return {
+        (b.block, b.shape.name): (
+            {n: t.clone() for n, t in whole(b.layer).items()},
+            {n: t.clone() for n, t in b.optimizer.state().items()},
+        )
+        for b in blocks
+    }, [losses.teacher, losses.student]
+
+
+def check_equal(ours: Stored, theirs: Stored, parts: int = 2) -> None:
+    """Every tensor to the last bit."""
+    for key, learnt in ours.items():
+        for mine, other in list(zip(learnt, theirs[key], strict=True))[:parts]:
+            assert mine.keys() == other.keys()
+            assert [n for n in mine if not torch.equal(mine[n], other[n])] == []
+
+
+def test_a_split_run_continues_split_or_whole(
+    ranks: RankPools, corpus: str, teachers: Path, tmp_path: Path
+) -> None:
+    """From its checkpoint, bit by bit; one rank has the same weights, and finds the same losses."""
+    teacher = str(teachers / "llama")
+    ranks(1).run(enter, model=MODELS["llama"], folder=teacher)
+    case: dict[str, Any] = {"corpus": corpus, "teacher": teacher}
+    split = {**case, "flags": [*SEQUENCE, "--distribution", "0-1:1,2-3:1"]}
+    first, middle, end = str(tmp_path / "first"), str(tmp_path / "middle"), str(tmp_path / "end")
+    uninterrupted = ranks(4).run(run_between, **split, save=end, load=None, until=STEPS)
+    stopped = ranks(4).run(run_between, **split, save=first, load=None, until=STEPS - 1)
+    continued = ranks(4).run(run_between, **split, save=middle, load=first, until=STEPS)
+    for (ours, losses), (theirs, expected) in zip(continued, uninterrupted, strict=True):
+        check_equal(ours, theirs)
+        assert losses == expected
+    one = {**case, "flags": ["--distribution", "0-3:1"], "save": str(tmp_path / "one")}
+    ((alone, losses),) = ranks(1).run(run_between, **one, load=first, until=STEPS - 1)
+    assert losses == pytest.approx(stopped[0][1], rel=1e-5)
+    for ours, _ in stopped:
+        check_equal(ours, alone, parts=1)
+    written = [ranks(1).run(tensors_of, path=f"{p}.student")[0] for p in (first, one["save"])]
+    assert len(written[0]) > 5
+    assert written[0].keys() == written[1].keys()
+    assert [n for n in written[0] if not torch.equal(written[0][n], written[1][n])] == []
+
+
+def tensors_of(path: str) -> dict[str, torch.Tensor]:
+    """Every tensor of a student's checkpoint."""
+    found: dict[str, torch.Tensor] = dist_checkpointing.load_plain_tensors(
+        f"{path}/iter_{STEPS - 1:07d}"
+    )
+    return found

@@ -138,7 +138,8 @@ def whole_model(args: argparse.Namespace, ffn_hidden_size: int | None = None) ->
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
     )
-    initialise_by_global_name([model], config, seed=7)
+    if config.expert_model_parallel_size == 1:  # split, its weights are loaded
+        initialise_by_global_name([model], config, seed=7)
     for name, bias in model.named_buffers():
         if name.endswith("expert_bias"):
             bias.copy_(torch.linspace(-0.1, 0.2, len(bias)))
@@ -153,7 +154,8 @@ def _config(args: argparse.Namespace) -> TransformerConfig:
     fields = {name: given[name] for name in (*LATENT, *EXPERTS) if given.get(name) is not None}
     if experts := fields.pop("num_experts", None):
         fields |= {"num_moe_experts": experts, "moe_router_load_balancing_type": "none"}
-        fields["moe_token_dispatcher_type"] = "alltoall"
+        split = args.tensor_model_parallel_size > 1
+        fields["moe_token_dispatcher_type"] = "allgather" if split else "alltoall"
         fields["expert_model_parallel_size"] = parallel_state.get_expert_model_parallel_world_size()
     kind = TransformerConfig
     if fields.pop("multi_latent_attention", False):
