@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from distillation_cases import (
     LLAMA,
     SLOW,
     STEPS,
+    TRAINING,
     _store,
     differences,
     enter,
@@ -30,11 +32,14 @@ from distillation_cases import (
 from megatron.core import dist_checkpointing
 from ranks import RankPools
 
+from megatron_zb.errors import UsageError
 from megatron_zb_distill import checkpoint
 from megatron_zb_distill.evaluation import compare
+from megatron_zb_distill.flags import check_split, complete, parse
 from megatron_zb_distill.loop import distribution_of, open_job
 from megatron_zb_distill.shards import whole
 from megatron_zb_distill.stitching import save_student
+from megatron_zb_distill.student import StudentConfig, TeacherShape, library
 from megatron_zb_train.data import check_data
 
 MODELS = {
@@ -164,7 +169,69 @@ def test_a_split_run_continues_split_or_whole(
 
 def tensors_of(path: str) -> dict[str, torch.Tensor]:
     """Every tensor of a student's checkpoint."""
-    found: dict[str, torch.Tensor] = dist_checkpointing.load_plain_tensors(
-        f"{path}/iter_{STEPS - 1:07d}"
-    )
-    return found
+    found = dist_checkpointing.load_plain_tensors(f"{path}/iter_{STEPS - 1:07d}")
+    return {name: value for name, value in found.items() if torch.is_tensor(value)}
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "sentence"),
+    [
+        (
+            "llama",
+            ["--sequence-parallel"],
+            "--sequence-parallel needs --tensor-model-parallel-size",
+        ),
+        ("llama", [*SPLIT_EXPERTS], "the teacher has no experts: leave it out"),
+        ("experts", ["--expert-model-parallel-size", "3"], "does not divide the teacher's 4 exp"),
+        ("experts", [*TENSOR], "only with --sequence-parallel: add it"),
+        ("experts", ["--save-library", "x", *HELD_OUT], "a teacher with experts has no library"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    model: str, flags: Sequence[str], sentence: str, tmp_path: Path
+) -> None:
+    words = [*TRAINING.split(), "--teacher-load", str(tmp_path), "--mock-data", *flags]
+    known = {"num_query_groups": None, "num_experts": None, **MODELS[model]}
+    with pytest.raises(UsageError, match=sentence):
+        complete(parse(words), known)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "candidate", "sentence"),
+    [
+        (3, {"name": "h"}, "3 ranks were started, but 2 share a block"),
+        (
+            2,
+            {"name": "h", "mlp": {"ffn_hidden_size": 31}},
+            "has ffn_hidden_size 31, which",
+        ),
+        (2, {"name": "h", "attention": {"query_groups": 1}}, "has num_query_groups 1, which"),
+    ],
+)
+def test_a_student_that_cannot_be_split_is_refused(
+    ranks: int, candidate: Mapping[str, Any], sentence: str
+) -> None:
+    args = argparse.Namespace(tensor_model_parallel_size=2, expert_model_parallel_size=1)
+    student = StudentConfig.model_validate({"name": "s", "candidates": [candidate]})
+    with pytest.raises(UsageError, match=sentence):
+        check_split(args, library(student, TeacherShape(4, 32, 4, 4, 64)), ranks)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "sentence"),
+    [
+        ({"name": "h", "mlp": {"kind": "linear"}}, "block 1 of the teacher has experts"),
+        ({"name": "h", "attention": {"kind": "linear"}}, "latent attention has no heads"),
+    ],
+)
+def test_what_no_weights_replace_is_refused(candidate: Mapping[str, Any], sentence: str) -> None:
+    teacher = TeacherShape(2, 32, 4, 4, 64, True, frozenset({1}), 16)
+    student = StudentConfig.model_validate({"name": "s", "candidates": [candidate]})
+    with pytest.raises(UsageError, match=sentence):
+        library(student, teacher)
+
+
+def test_widths_are_parts_of_an_expert_where_there_are_experts() -> None:
+    teacher = TeacherShape(2, 32, 4, 4, 64, False, frozenset({1}), 16)
+    student = StudentConfig.model_validate({"name": "s", "candidates": [HALF]})
+    assert [shapes[0].ffn_hidden_size for shapes in library(student, teacher)] == [32, 8]

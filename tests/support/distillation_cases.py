@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb.megatron_core.random_streams import initialise_by_global_name
 from megatron_zb.parsing import flag_of
-from megatron_zb_distill.blocks import LatentScores, student_layer, teacher_layer
+from megatron_zb_distill.blocks import LatentScores, ShardedNorm, student_layer, teacher_layer
 from megatron_zb_distill.flags import complete, parse
 from megatron_zb_distill.initialisation import inherit
 from megatron_zb_distill.loop import Job, distribution_of, open_job
@@ -126,7 +126,8 @@ def _defaults() -> argparse.Namespace:
 
 def whole_model(args: argparse.Namespace, ffn_hidden_size: int | None = None) -> GPTModel:
     """A model in one piece, as Megatron builds it, with random weights."""
-    args = argparse.Namespace(**(vars(args) | {"sequence_parallel": False}))
+    split = args.sequence_parallel and _is_recorded_split(args)
+    args = argparse.Namespace(**(vars(args) | {"sequence_parallel": split}))
     if ffn_hidden_size is not None:
         args = argparse.Namespace(**(vars(args) | {"ffn_hidden_size": ffn_hidden_size}))
     config = _config(args)
@@ -147,6 +148,11 @@ def whole_model(args: argparse.Namespace, ffn_hidden_size: int | None = None) ->
         for parameter in model.parameters():  # so that no two blocks say nearly the same
             parameter.mul_(1 + 3 * (parameter.dim() > 1))
     return model
+
+
+def _is_recorded_split(args: argparse.Namespace) -> bool:
+    """Whether a teacher is recorded with shards: experts sum in another order without them."""
+    return vars(args).get("num_experts") is not None
 
 
 def _config(args: argparse.Namespace) -> TransformerConfig:
@@ -174,6 +180,9 @@ def _layers(config: TransformerConfig) -> Any:
     else:
         whole = get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
         layers = whole.layer_specs
+        whole.layer_norm = ShardedNorm
+        for layer in layers:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ShardedNorm
     if config.multi_latent_attention:
         for layer in layers:
             layer.submodules.self_attention.submodules.core_attention = LatentScores
@@ -300,7 +309,7 @@ def _mine(job: Job, numbers: range) -> range:
 
 def _shard(job: Job, activation: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sequence, (sequence, batch, hidden)."""
-    if not job.args.sequence_parallel:
+    if not job.args.sequence_parallel or _is_recorded_split(job.args):
         return activation
     parts = activation.chunk(job.args.tensor_model_parallel_size)
     return parts[parallel_state.get_tensor_model_parallel_rank()]
