@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -106,6 +107,11 @@ def _job(args: argparse.Namespace, world_size: int) -> Job:
     from megatron_zb_train.data import check_data
 
     teacher = read_teacher(Path(args.teacher_load))
+    if teacher.arguments["multi_latent_attention"] and not find_spec("transformer_engine"):
+        raise UsageError(
+            f"--teacher-load {args.teacher_load}: Megatron builds latent attention only with the "
+            "package transformer_engine, which is not installed: install it"
+        )
     args = complete(args, teacher.arguments)
     shapes = library(student, teacher.shape)
     check_candidate(args, shapes)
