@@ -16,21 +16,28 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from pydantic import Field
 
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.measured.config import Section
 from megatron_zb.parsing import gib, size_in_bytes
-from megatron_zb_distill import block_times, library_files
+from megatron_zb_distill import block_times, library_files, shards
 from megatron_zb_distill.block_times import BlockTime
 from megatron_zb_distill.blocks import student_layer
+from megatron_zb_distill.lanes import Lanes
 from megatron_zb_distill.library_files import TEACHER, Entry, LibraryFile
 from megatron_zb_distill.loop import DistillRun, Job, Library
 from megatron_zb_distill.place import Place, check_distribution, parse_distribution
 from megatron_zb_distill.schedule.candidates import CandidateCosts
 from megatron_zb_distill.schedule.distribution import Distribution, distribute
-from megatron_zb_distill.stage import StageBlocks, open_stage_blocks
+from megatron_zb_distill.stage import (
+    StageBlocks,
+    batch_of,
+    empty_activation,
+    open_stage_blocks,
+)
 from megatron_zb_distill.student import BlockShape, TeacherShape
 from megatron_zb_distill.student_block import StudentBlock
 from megatron_zb_train import data
@@ -74,7 +81,7 @@ def check_library(args: argparse.Namespace, library: Library, world_size: int) -
     if args.distribution is not None:
         nodes = len(nodes_of(library))
         check_distribution(
-            parse_distribution(args.distribution, nodes, world_size, "candidate"),
+            parse_distribution(args.distribution, nodes, world_size, "candidate", Lanes.of(args)),
             args.num_microbatches,
         )
     library_files.finished(args, library)
@@ -125,8 +132,7 @@ def _train(job: Job, left: Library, store: dist.Store) -> None:
     run.steps(0, args.train_iters)
     run.report.finish()
     for student_block, score in _scores(args, run):
-        if run.stage_blocks.place.is_leader:
-            _store(args, student_block, score)
+        _store(args, run.stage_blocks.place, student_block, score)
     run.close()
 
 
@@ -148,7 +154,8 @@ def open_candidates(
 
     `left` has the candidates to train of each block, `distribution` is of all nodes of the job.
     """
-    place, shapes = _share(job, left, Place.of_this_rank(distribution), distribution)
+    place = Place.of_this_rank(distribution, Lanes.of(job.args))
+    place, shapes = _share(job, left, place, distribution)
     stage_blocks = open_stage_blocks(job.args, job.teacher, shapes, place)
     datasets = data.build_datasets(job.args)
     return DistillRun(job.args, distribution, stage_blocks, store, datasets, 0)
@@ -200,7 +207,7 @@ def distribution_of(job: Job, left: Library) -> Distribution:
     if args.distribution is not None:
         return parse_distribution(args.distribution, len(nodes), None, "candidate")
     costs = _costs(job, left, nodes, _times(job))
-    limit, ranks = float("inf"), dist.get_world_size()
+    limit, ranks = float("inf"), Lanes.of(args).place_of(dist.get_world_size())
     if args.memory_limit is not None:
         limit = size_in_bytes(args.memory_limit, "--memory-limit")
     try:
@@ -270,8 +277,8 @@ def teacher_shape(sizes: TeacherShape) -> BlockShape:
 
 
 def parameters_of(args: argparse.Namespace, shape: BlockShape) -> int:
-    """Count the weights of a candidate."""
-    return sum(p.numel() for p in student_layer(args, shape, 0).parameters())
+    """Count the weights of a candidate, of all ranks that share it."""
+    return shards.number_of(student_layer(args, shape, 0))
 
 
 # --- scores and files
@@ -292,7 +299,10 @@ def _scores(args: argparse.Namespace, run: DistillRun) -> Iterator[tuple[Student
         found = _errors(run.distribution, stage_blocks, _given(args, run, number))
         for so_far, more in zip(errors, found, strict=True):
             so_far[:] = [a + b for a, b in zip(so_far, more, strict=True)]
-    for student_block, (error, norm) in zip(student_blocks, errors, strict=True):
+    sums = torch.tensor(errors, dtype=torch.float64, device="cpu" if args.cpu else "cuda")
+    if args.sequence_parallel:
+        dist.all_reduce(sums, group=get_tensor_model_parallel_group())
+    for student_block, (error, norm) in zip(student_blocks, sums.tolist(), strict=True):
         if not math.isfinite(error) or not norm:
             raise UsageError(
                 f"the error of block {student_block.block}, candidate {student_block.shape.name}, "
@@ -303,14 +313,13 @@ def _scores(args: argparse.Namespace, run: DistillRun) -> Iterator[tuple[Student
 
 def _given(args: argparse.Namespace, run: DistillRun, number: int) -> torch.Tensor:
     """Return the input of this stage's first block for a microbatch of held-out text."""
-    stage_blocks, device = run.stage_blocks, "cpu" if args.cpu else "cuda"
+    stage_blocks = run.stage_blocks
     if stage_blocks.embedding is not None:
-        batch = data.microbatch(run.held_out, args, number * args.micro_batch_size)
+        batch = batch_of(args, run.held_out, number)
         embedded: torch.Tensor = stage_blocks.embedding(batch["tokens"], batch["position_ids"])
         return embedded
-    shape = (args.seq_length, args.micro_batch_size, args.hidden_size)
-    given = torch.empty(shape, dtype=torch.bfloat16 if args.bf16 else torch.float32, device=device)
-    dist.recv(given, run.distribution.ranges[stage_blocks.place.stage - 1][1][0])
+    given = empty_activation(args)
+    dist.recv(given, stage_blocks.place.leader_of(run.distribution, stage_blocks.place.stage - 1))
     return given
 
 
@@ -329,13 +338,18 @@ def _errors(
             found.append((float((made.double() - wanted.double()).square().sum()), norm))
     if not place.is_last:
         relayed = given if place.shares_last else wanted
-        dist.send(relayed.contiguous(), distribution.ranges[place.stage + 1][1][0])
+        dist.send(relayed.contiguous(), place.leader_of(distribution, place.stage + 1))
     return found
 
 
-def _store(args: argparse.Namespace, student_block: StudentBlock, score: float) -> None:
+def _store(
+    args: argparse.Namespace, place: Place, student_block: StudentBlock, score: float
+) -> None:
+    """Write a candidate in one piece; collective over a tensor-parallel group."""
     shape, folder = student_block.shape, Path(args.save_library)
-    weights = {n: p.detach().cpu() for n, p in student_block.layer.named_parameters()}
+    weights = {name: value.cpu() for name, value in shards.whole(student_block.layer).items()}
+    if place.tensor_lane:
+        return
     path = library_files.weights_path(folder, student_block.block, shape.name)
     library_files.replace(path, lambda new: torch.save(weights, new))
     entry = _entry(args, shape, score, sum(weight.numel() for weight in weights.values()))

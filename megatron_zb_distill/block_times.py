@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from megatron_zb.runtime.link_times import seconds_over_a_link
 from megatron_zb_distill.blocks import rotary, teacher_layer
+from megatron_zb_distill.lanes import Lanes
 from megatron_zb_distill.schedule.distribution import BlockCosts
+from megatron_zb_distill.stage import empty_activation
 from megatron_zb_distill.student import BlockShape, TeacherShape
 from megatron_zb_distill.student_block import StudentBlock
 
@@ -40,14 +42,15 @@ class BlockTime:
 def measure(
     args: argparse.Namespace, library: Sequence[Sequence[BlockShape]], sizes: TeacherShape
 ) -> list[BlockTime]:
-    """Measure all blocks, some on each rank; the result is equal on all ranks. Collective."""
-    size, rank = dist.get_world_size(), dist.get_rank()
+    """Measure all blocks, some on each place; the result is equal on all ranks. Collective."""
+    lanes = Lanes.of(args)
+    places, place = lanes.place_of(dist.get_world_size()), lanes.place_of(dist.get_rank())
     mine = {
         block: _measure_block(args, block, candidates, sizes)
         for block, candidates in enumerate(library)
-        if block % size == rank
+        if block % places == place
     }
-    everywhere: list[dict[int, tuple[BlockTime, int]]] = [{}] * size
+    everywhere: list[dict[int, tuple[BlockTime, int]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     found = {block: measured for on_rank in everywhere for block, measured in on_rank.items()}
     return _with_sums(args, [found[block] for block in sorted(found)])
@@ -77,7 +80,7 @@ def _measure_block(
         torch.nn.init.normal_(parameter, std=0.02)
     student_blocks = [StudentBlock(args, block, shape, layer, sizes) for shape in candidates]
     table = rotary(args)
-    given = _activation(args)
+    given = empty_activation(args).normal_()
 
     def teach() -> torch.Tensor:
         with torch.no_grad():
@@ -100,12 +103,6 @@ def _measure_block(
         g for student_block in student_blocks for g in student_block.optimizer.gradients().values()
     )
     return times, sum(gradient.numel() for gradient in gradients)
-
-
-def _activation(args: argparse.Namespace) -> torch.Tensor:
-    shape = (args.seq_length, args.micro_batch_size, args.hidden_size)
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
-    return torch.randn(shape, dtype=dtype, device="cpu" if args.cpu else "cuda")
 
 
 def _seconds(work: Callable[[], object], on_gpu: bool) -> float:

@@ -6,19 +6,26 @@ A layer is built wherever its block runs: nothing here knows of pipeline ranks.
 from __future__ import annotations
 
 import argparse
+import copy
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    vocab_parallel_cross_entropy,
+)
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_zb_distill.student import BlockShape
+from megatron_zb_distill.teacher import EXPERTS, LATENT, expert_blocks
 from megatron_zb_train.model import transformer_config
 
 _FIRST_NORM, _SECOND_NORM = "input_layernorm.", "pre_mlp_layernorm."
@@ -26,23 +33,38 @@ _FIRST_NORM, _SECOND_NORM = "input_layernorm.", "pre_mlp_layernorm."
 
 def teacher_layer(args: argparse.Namespace, block: int) -> TransformerLayer:
     """Build block `block` (from 0) of the teacher, frozen, with weights yet to be set."""
-    config = transformer_config(args)
-    spec = get_gpt_layer_local_spec(normalization=args.normalization)
-    return _frozen(_build(config, spec.submodules, block))
+    config = layer_config(args, block)
+    return _frozen(_build(config, _parts(config), block))
 
 
 def student_layer(args: argparse.Namespace, shape: BlockShape, block: int) -> TransformerLayer:
     """Build a candidate for block `block` (from 0), with weights yet to be set."""
-    return _build(student_config(args, shape), _submodules(args, shape), block)
+    width = "moe_ffn_hidden_size" if block in expert_blocks(vars(args)) else "ffn_hidden_size"
+    sizes = {width: shape.ffn_hidden_size, "num_query_groups": shape.num_query_groups}
+    config = layer_config(argparse.Namespace(**(vars(args) | sizes)), block)
+    return _build(config, _submodules(config, shape), block)
 
 
-def student_config(args: argparse.Namespace, shape: BlockShape) -> TransformerConfig:
-    """Return Megatron's configuration of a model with blocks of this shape."""
-    values = vars(args) | {
-        "ffn_hidden_size": shape.ffn_hidden_size,
-        "num_query_groups": shape.num_query_groups,
-    }
-    return transformer_config(argparse.Namespace(**values))
+def layer_config(args: argparse.Namespace, block: int) -> TransformerConfig:
+    """Return Megatron's configuration of a block of the teacher, or of one of other sizes.
+
+    Routers get no loss for their balance: a block learns its teacher's output alone.
+    """
+    given, fields = vars(args), {}
+    latent = given.get("multi_latent_attention")
+    if latent:
+        fields = {name: given[name] for name in LATENT if given.get(name) is not None}
+    if block in expert_blocks(given):
+        fields |= {name: given[name] for name in EXPERTS if given.get(name) is not None}
+        uneven = args.cpu and args.tensor_model_parallel_size > 1  # which gloo does not gather
+        fields |= {
+            "num_moe_experts": args.num_experts,
+            "expert_model_parallel_size": args.expert_model_parallel_size,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "allgather" if uneven else "alltoall",
+        }
+    kind = MLATransformerConfig if latent else TransformerConfig
+    return transformer_config(args, kind=kind, fields=fields)
 
 
 def _build(config: TransformerConfig, submodules: Any, block: int) -> TransformerLayer:
@@ -55,9 +77,61 @@ def _frozen(module: Any) -> Any:
     return module.eval()
 
 
-def _submodules(args: argparse.Namespace, shape: BlockShape) -> Any:
+class LatentScores(DotProductAttention):
+    """Megatron's own dot products of queries, keys and values, for latent attention.
+
+    Megatron builds latent attention on them with arguments that only Transformer-Engine's take.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(*args, **keywords)
+        if v_channels is not None:  # Megatron first builds what it then replaces
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+class ShardedNorm:
+    """A norm of Megatron's for shards of a sequence, whose gradients are marked to be summed.
+
+    Megatron marks those of Apex and Transformer-Engine only.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> Any:
+        """Build the norm that the configuration asks for."""
+        spec = get_gpt_layer_local_spec(normalization=config.normalization).submodules
+        of_whole = copy.copy(config)
+        of_whole.sequence_parallel = False
+        norm = build_module(spec.input_layernorm, config=of_whole, hidden_size=hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def _parts(config: TransformerConfig) -> Any:
+    """Return the submodules of a layer."""
+    parts = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    ).submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = ShardedNorm
+    if config.multi_latent_attention:
+        latent = parts.self_attention.submodules
+        latent.core_attention = LatentScores
+        if config.qk_layernorm:
+            latent.q_layernorm = latent.kv_layernorm = ShardedNorm
+    return parts
+
+
+def _submodules(config: TransformerConfig, shape: BlockShape) -> Any:
     """Return the submodules of a layer; their names in a checkpoint are Megatron's own."""
-    parts = get_gpt_layer_local_spec(normalization=args.normalization).submodules
+    parts = _parts(config)
     names = dict(parts.sharded_state_dict_keys_map)
     if shape.attention == "linear":
         parts.self_attention = _linear("linear_attn")
@@ -65,13 +139,13 @@ def _submodules(args: argparse.Namespace, shape: BlockShape) -> Any:
     elif shape.attention == "no_op":
         parts.input_layernorm, parts.self_attention = IdentityOp, IdentityOp
         parts.self_attn_bda = IdentityFuncOp
-        del names[_FIRST_NORM]
+        names.pop(_FIRST_NORM, None)
     if shape.mlp == "linear":
         parts.mlp = _linear("linear_mlp")
         names[_SECOND_NORM] = "mlp.layer_norm_"
     elif shape.mlp == "no_op":
         parts.pre_mlp_layernorm, parts.mlp, parts.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
-        del names[_SECOND_NORM]
+        names.pop(_SECOND_NORM, None)
     parts.sharded_state_dict_keys_map = names
     return parts
 
@@ -106,26 +180,31 @@ class OutputHead(torch.nn.Module):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         config = transformer_config(args)
-        norm = get_gpt_layer_local_spec(normalization=args.normalization).submodules.input_layernorm
+        self._sequence_parallel = config.sequence_parallel
         self.final_layernorm = build_module(
-            norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            ShardedNorm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
         )
-        weight = torch.empty(args.padded_vocab_size, args.hidden_size, dtype=config.params_dtype)
+        tokens = args.padded_vocab_size // args.tensor_model_parallel_size
+        weight = torch.empty(tokens, args.hidden_size, dtype=config.params_dtype)
         self.weight = torch.nn.Parameter(weight)
         _frozen(self if args.cpu else self.cuda())
 
     def losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the loss of each token, (batch, sequence), from (sequence, batch, hidden)."""
-        logits = torch.nn.functional.linear(self.final_layernorm(hidden), self.weight)
-        flat = torch.nn.functional.cross_entropy(
-            logits.float().flatten(0, 1), labels.t().reshape(-1), reduction="none"
-        )
-        return flat.view(labels.shape[1], labels.shape[0]).t()
+        hidden = self.final_layernorm(hidden)
+        if self._sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        logits = torch.nn.functional.linear(hidden, self.weight)
+        losses: torch.Tensor = vocab_parallel_cross_entropy(logits.float(), labels.t().contiguous())
+        return losses.t()
 
 
 def rotary(args: argparse.Namespace) -> torch.Tensor | None:
-    """Return the rotary embedding of a sequence for the attention layers; None without one."""
-    if args.position_embedding_type != "rope":
+    """Return the rotary embedding of a sequence for the attention layers; None without one.
+
+    Latent attention has its own.
+    """
+    if args.position_embedding_type != "rope" or args.multi_latent_attention:
         return None
     embedding = RotaryEmbedding(
         kv_channels=args.hidden_size // args.num_attention_heads,

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.parsing import flag_of
 from megatron_zb_distill import weights
+from megatron_zb_distill.place import Holders
 from megatron_zb_distill.schedule.distribution import Distribution
 from megatron_zb_distill.stage import StageBlocks
 from megatron_zb_distill.student import BlockShape
@@ -99,22 +99,21 @@ def load(path: Path, stage_blocks: StageBlocks) -> int:
 
 
 def _request(stage_blocks: StageBlocks) -> dict[str, Any]:
-    group = stage_blocks.place.group
+    copies = stage_blocks.place.copies
     return {
-        _name(student_block): _state(student_block, group)
+        _name(student_block): _state(student_block, copies)
         for student_block in stage_blocks.all_student_blocks()
     }
 
 
-def _state(student_block: StudentBlock, group: dist.ProcessGroup) -> dict[str, Any]:
+def _state(student_block: StudentBlock, copies: Holders) -> dict[str, Any]:
     name = _name(student_block)
-    return {
-        "layer": weights.module_state(student_block.layer, f"{name}.", group),
-        "optimizer": {
-            key: weights.tensor_state(f"{name}.optimizer.{key}", tensor, group)
-            for key, tensor in student_block.optimizer.state().items()
-        },
-    }
+    layer = weights.module_state(student_block.layer, f"{name}.", copies)
+    optimizer = {}
+    for key, tensor in student_block.optimizer.state().items():
+        parameter = layer[f"{name}.{key.partition('.')[2]}"]
+        optimizer[key] = weights.state_like(parameter, f"{name}.optimizer.{key}", tensor)
+    return {"layer": layer, "optimizer": optimizer}
 
 
 def _name(student_block: StudentBlock) -> str:

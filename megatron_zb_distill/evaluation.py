@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb_distill.schedule.distribution import Distribution
-from megatron_zb_distill.stage import StageBlocks
+from megatron_zb_distill.stage import StageBlocks, batch_of, empty_activation
 from megatron_zb_distill.student_block import StudentBlock
-from megatron_zb_train import data
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,14 @@ def compare(
     student for a microbatch, as a tensor of shape (2, sequence, batch, hidden).
     """
     totals = torch.zeros(3, dtype=torch.float64, device=_device(args))
+    lanes = stage_blocks.place.lanes
     if stage_blocks.place.blocks and stage_blocks.place.is_leader:
         with torch.no_grad():
-            for number in range(args.eval_iters * args.num_microbatches):
+            for number in range(args.eval_iters * args.num_microbatches // lanes.expert):
                 batch = _batch(args, stage_blocks, dataset, number)
                 totals += _microbatch(args, distribution, stage_blocks, chosen, batch)
+    if stage_blocks.place.tensor_lane:  # its sums are those of the first lane
+        totals.zero_()
     dist.all_reduce(totals)
     teacher, student, tokens = totals.tolist()
     return Compared(teacher / tokens, student / tokens)
@@ -53,7 +55,7 @@ def _batch(
     """Return the tokens on the first stage, the labels on the last, and nothing in between."""
     if not (stage_blocks.place.is_first or stage_blocks.place.is_last):
         return {}
-    return data.microbatch(dataset, args, number * args.micro_batch_size)
+    return batch_of(args, dataset, number)
 
 
 def _microbatch(
@@ -69,14 +71,15 @@ def _microbatch(
         embedded = stage_blocks.embedding(batch["tokens"], batch["position_ids"])
         both = torch.stack([embedded, embedded])
     else:
-        both = _buffer(args)
-        dist.recv(both, distribution.ranges[place.stage - 1][1][0])
+        both = empty_activation(args, 2)
+        dist.recv(both, place.leader_of(distribution, place.stage - 1))
     taught, learnt = both[0], both[1]
     for layer, student_block in zip(stage_blocks.layers, chosen, strict=True):
         taught, _ = layer(taught, attention_mask=None, rotary_pos_emb=stage_blocks.rotary)
         learnt = student_block.forward(learnt, stage_blocks.rotary)
     if stage_blocks.head is None:
-        dist.send(torch.stack([taught, learnt]), distribution.ranges[place.stage + 1][1][0])
+        following = place.leader_of(distribution, place.stage + 1)
+        dist.send(torch.stack([taught, learnt]), following)
         return torch.zeros(3, dtype=torch.float64, device=_device(args))
     mask = batch["loss_mask"].double()
     sums = [
@@ -84,12 +87,6 @@ def _microbatch(
         for hidden in (taught, learnt)
     ]
     return torch.stack([*sums, mask.sum()])
-
-
-def _buffer(args: argparse.Namespace) -> torch.Tensor:
-    shape = (2, args.seq_length, args.micro_batch_size, args.hidden_size)
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
-    return torch.empty(shape, dtype=dtype, device=_device(args))
 
 
 def _device(args: argparse.Namespace) -> str:

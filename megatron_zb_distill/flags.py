@@ -113,7 +113,27 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         "--distribution",
         metavar="SPEC",
         help="which blocks run on how many ranks: 0-3:1,4-7:2 is blocks 0 to 3 on one rank and 4 "
-        "to 7 on two; by default blocks are timed, and what should be fastest is chosen",
+        "to 7 on two; by default blocks are timed, and what should be fastest is chosen; ranks "
+        "that share a block count as one",
+    )
+    group.add_argument(
+        "--tensor-model-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that split each block, of teacher and student; default: %(default)s",
+    )
+    group.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="split the sequence, too, between the parts of a block that are split",
+    )
+    group.add_argument(
+        "--expert-model-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that split the experts of each block; default: %(default)s",
     )
     group.add_argument(
         "--run-ahead",
@@ -168,7 +188,14 @@ def _add_log(parser: argparse.ArgumentParser) -> None:
     flags.add_records(group, interval=10)
 
 
-_POSITIVE = ("train_iters", "micro_batch_size", "global_batch_size", "log_interval")
+_POSITIVE = (
+    "train_iters",
+    "micro_batch_size",
+    "global_batch_size",
+    "log_interval",
+    "tensor_model_parallel_size",
+    "expert_model_parallel_size",
+)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -250,14 +277,81 @@ def complete(args: argparse.Namespace, model: Mapping[str, Any]) -> argparse.Nam
             f"--seq-length {seq_length} is more than the {model['max_position_embeddings']} "
             "positions of the teacher: give fewer"
         )
+    unset = {name: value for name, value in model.items() if value is None}
     known = {name: value for name, value in model.items() if value is not None}
     # how many of its tokens a tokenizer uses is not always stored with a model
     known["vocab_size"] = model["padded_vocab_size"]
-    given = vars(args) | {"seq_length": seq_length}
-    whole = argparse.Namespace(**(flags.parser().defaults() | known | given))
-    arguments.complete(whole, world_size=1)
+    # the norms of a block run on shards of a sequence, those of a GPTModel may not
+    given = vars(args) | {"seq_length": seq_length, "sequence_parallel": False}
+    whole = argparse.Namespace(**(unset | flags.parser().defaults() | known | given))
+    arguments.complete(whole, world_size=args.tensor_model_parallel_size)
     whole.padded_vocab_size = model["padded_vocab_size"]
+    whole.sequence_parallel = args.sequence_parallel
+    _check_tensor_parallel(whole)
+    _check_experts(whole)
     return whole
+
+
+def _check_tensor_parallel(args: argparse.Namespace) -> None:
+    size = args.tensor_model_parallel_size
+    if args.sequence_parallel and size == 1:
+        raise UsageError("--sequence-parallel needs --tensor-model-parallel-size of 2 or more")
+    for name in ("padded_vocab_size", "seq_length"):
+        if (name != "seq_length" or args.sequence_parallel) and getattr(args, name) % size:
+            raise UsageError(
+                f"{flag_of(name)} {getattr(args, name)} cannot be split over "
+                f"--tensor-model-parallel-size {size} ranks: give a size that divides it"
+            )
+
+
+def _check_experts(args: argparse.Namespace) -> None:
+    experts, ranks = args.num_experts, args.expert_model_parallel_size
+    if experts is None:
+        if ranks > 1:
+            raise UsageError(
+                f"--expert-model-parallel-size {ranks}: the teacher has no experts: leave it out"
+            )
+        return
+    if experts % ranks:
+        raise UsageError(
+            f"--expert-model-parallel-size {ranks} does not divide the teacher's {experts} "
+            "experts: give a divisor"
+        )
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise UsageError(
+            "--tensor-model-parallel-size: Megatron trains experts under it only with "
+            "--sequence-parallel: add it"
+        )
+    if args.save_library is not None:
+        raise UsageError("--save-library: a teacher with experts has no library: leave it out")
+
+
+def check_split(
+    args: argparse.Namespace, library: Sequence[Sequence[BlockShape]], world_size: int
+) -> None:
+    """Check that ranks and student blocks can be split as the arguments ask.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    size = args.tensor_model_parallel_size
+    each = size * args.expert_model_parallel_size
+    if world_size % each:
+        raise UsageError(
+            f"{world_size} ranks were started, but {each} share a block by "
+            f"--tensor-model-parallel-size {size} and --expert-model-parallel-size "
+            f"{args.expert_model_parallel_size}: start torchrun with --nproc-per-node {each}, or a "
+            "multiple"
+        )
+    for block, candidates in enumerate(library):
+        for shape in candidates:
+            for name in ("num_query_groups", "ffn_hidden_size"):
+                if getattr(shape, name) % size:
+                    raise UsageError(
+                        f"candidate {shape.name} of block {block} has {name} "
+                        f"{getattr(shape, name)}, which --tensor-model-parallel-size {size} does "
+                        "not divide: give a multiple"
+                    )
 
 
 def check_candidate(args: argparse.Namespace, library: Sequence[Sequence[BlockShape]]) -> None:

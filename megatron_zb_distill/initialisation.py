@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_zb_distill import shards
 from megatron_zb_distill.student import BlockShape, TeacherShape
 
 Weights = dict[str, torch.Tensor]
@@ -24,18 +25,22 @@ def inherit(student: Any, teacher: Any, shape: BlockShape, sizes: TeacherShape) 
     Norms and parts of the teacher's shape are copied. A narrower MLP keeps the channels with the
     largest products of norms of their weights in and out. Fewer heads of keys and values are means
     of the teacher's (GQA, Ainslie et al., arXiv 2305.13245, section 2.1). A linear layer is the
-    product of the matrices that it stands for (Puzzle, arXiv 2411.19146, section 3).
+    product of the matrices that it stands for (Puzzle, arXiv 2411.19146, section 3). Collective
+    over a tensor-parallel group.
 
     Args:
         student: a TransformerLayer of `shape`.
         teacher: the TransformerLayer of the same block.
         sizes: the sizes of the teacher.
     """
-    weights = {name: value.detach() for name, value in teacher.named_parameters()}
-    weights |= _attention(weights, shape, sizes) | _mlp(weights, shape, sizes)
+    weights = shards.whole(teacher)
+    weights |= _attention(weights, shape, sizes) | _mlp(weights, shape)
+    buffers = dict(teacher.named_buffers())
     with torch.no_grad():
+        for name, buffer in student.named_buffers():  # what balances experts, which stays
+            buffer.copy_(buffers[name])
         for name, parameter in student.named_parameters():
-            parameter.copy_(weights[name])
+            parameter.copy_(shards.cut(student, name, parameter, weights[name]))
 
 
 def _attention(weights: Weights, shape: BlockShape, sizes: TeacherShape) -> Weights:
@@ -82,32 +87,44 @@ def _linear_attention(weights: Weights, sizes: TeacherShape) -> Weights:
     return linear
 
 
-def _mlp(weights: Weights, shape: BlockShape, sizes: TeacherShape) -> Weights:
+def _mlp(weights: Weights, shape: BlockShape) -> Weights:
     if shape.mlp == "no_op":
         return {}
     if shape.mlp == "linear":
-        return _linear_mlp(weights, sizes)
-    if shape.ffn_hidden_size == sizes.ffn_hidden_size:
-        return {}
-    kept = _strongest(weights, shape.ffn_hidden_size, sizes)
-    parts = weights[f"{_FC1}weight"].shape[0] // sizes.ffn_hidden_size  # 2: a gate and a value
-    rows = torch.cat([kept + part * sizes.ffn_hidden_size for part in range(parts)])
-    narrow = {name: value[rows] for name, value in weights.items() if name.startswith(_FC1)}
-    narrow[f"{_FC2}weight"] = weights[f"{_FC2}weight"][:, kept]
+        return _linear_mlp(weights)
+    narrow: Weights = {}
+    for name in weights:
+        mlp, found, _ = name.partition("linear_fc1.weight")
+        if found and "shared_experts" not in mlp:
+            narrow |= _narrow(weights, mlp, shape.ffn_hidden_size)
     return narrow
 
 
-def _strongest(weights: Weights, count: int, sizes: TeacherShape) -> torch.Tensor:
-    """Return the indices of the `count` strongest channels of the MLP, in ascending order."""
-    into = weights[f"{_FC1}weight"].float().norm(dim=1).view(-1, sizes.ffn_hidden_size).prod(dim=0)
-    strength = into * weights[f"{_FC2}weight"].float().norm(dim=0)
+def _narrow(weights: Weights, mlp: str, count: int) -> Weights:
+    """Return the weights of an MLP, or of an expert, with its strongest channels."""
+    into, out = f"{mlp}linear_fc1.", f"{mlp}linear_fc2.weight"
+    width = weights[out].shape[1]
+    if width == count:
+        return {}
+    kept = _strongest(weights[f"{into}weight"], weights[out], count)
+    parts = weights[f"{into}weight"].shape[0] // width  # 2: a gate and a value
+    rows = torch.cat([kept + part * width for part in range(parts)])
+    narrow = {name: value[rows] for name, value in weights.items() if name.startswith(into)}
+    return narrow | {out: weights[out][:, kept]}
+
+
+def _strongest(into: torch.Tensor, out: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the indices of the `count` strongest channels of an MLP, in ascending order."""
+    strength = into.float().norm(dim=1).view(-1, out.shape[1]).prod(dim=0)
+    strength = strength * out.float().norm(dim=0)
     return strength.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def _linear_mlp(weights: Weights, sizes: TeacherShape) -> Weights:
+def _linear_mlp(weights: Weights) -> Weights:
     """Return the MLP without non-linearity and gate: half the product of up and down projection."""
-    width = sizes.ffn_hidden_size
-    into, out = weights[f"{_FC1}weight"][-width:], weights[f"{_FC2}weight"]
+    out = weights[f"{_FC2}weight"]
+    width = out.shape[1]
+    into = weights[f"{_FC1}weight"][-width:]
     linear = {f"{_MLP}weight": 0.5 * (out @ into)}
     if f"{_FC2}bias" in weights:
         bias = 0.5 * (out @ weights[f"{_FC1}bias"][-width:])

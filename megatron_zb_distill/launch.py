@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_zb.errors import UsageError, told_if_missing
 from megatron_zb.job import data_contents
-from megatron_zb_distill.flags import check, check_candidate, complete, parser
+from megatron_zb_distill.flags import check, check_candidate, check_split, complete, parser
 from megatron_zb_train import launch as training_launch
 from megatron_zb_train.processes import Environment, is_lost_connection
 
@@ -45,7 +46,12 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     from megatron_zb_distill.loop import distil
     from megatron_zb_train.ranks import start_ranks, stop_ranks
 
-    start_ranks(job.args, None, store, environment)
+    if job.args.cpu and job.args.num_experts:
+        from megatron_zb.megatron_core.cpu import redirect_experts
+
+        redirect_experts()
+    experts = job.args.expert_model_parallel_size
+    start_ranks(job.args, None, store, environment, experts)
     try:
         (distil_library if job.args.save_library else distil)(job, store)
     except RuntimeError as error:
@@ -93,16 +99,23 @@ def _job(args: argparse.Namespace, world_size: int) -> Job:
     else:
         training_launch.check_gpu()
     from megatron_zb_distill.checkpoint import stored_distribution
-    from megatron_zb_distill.loop import Job
+    from megatron_zb_distill.lanes import Lanes
+    from megatron_zb_distill.loop import Job, microbatches_of
     from megatron_zb_distill.place import check_distribution, parse_distribution
     from megatron_zb_distill.stitching import check_stitchable
     from megatron_zb_distill.teacher import read_teacher
     from megatron_zb_train.data import check_data
 
     teacher = read_teacher(Path(args.teacher_load))
+    if teacher.arguments["multi_latent_attention"] and not find_spec("transformer_engine"):
+        raise UsageError(
+            f"--teacher-load {args.teacher_load}: Megatron builds latent attention only with the "
+            "package transformer_engine, which is not installed: install it"
+        )
     args = complete(args, teacher.arguments)
     shapes = library(student, teacher.shape)
     check_candidate(args, shapes)
+    check_split(args, shapes, world_size)
     check_stitchable(args, shapes)
     check_data(args)
     if args.save_library is not None:
@@ -110,7 +123,8 @@ def _job(args: argparse.Namespace, world_size: int) -> Job:
 
         check_library(args, shapes, world_size)
     elif args.distribution is not None:
-        distribution = parse_distribution(args.distribution, len(shapes), world_size)
-        check_distribution(distribution, args.num_microbatches)
+        lanes = Lanes.of(args)
+        distribution = parse_distribution(args.distribution, len(shapes), world_size, lanes=lanes)
+        check_distribution(distribution, microbatches_of(args))
     resume = None if args.load is None else stored_distribution(args, shapes)
     return Job(args, teacher, shapes, resume)

@@ -20,12 +20,13 @@ from megatron_zb.schedules.passes import Message
 from megatron_zb_distill import block_times, checkpoint
 from megatron_zb_distill.evaluation import compare
 from megatron_zb_distill.flags import BEST
+from megatron_zb_distill.lanes import Lanes
 from megatron_zb_distill.place import Place, check_distribution, parse_distribution
 from megatron_zb_distill.relay_steps import Exchange, relay_steps
 from megatron_zb_distill.report import Board, BusyTime, DistillReport, Steps
 from megatron_zb_distill.schedule.distribution import Distribution, distribute
 from megatron_zb_distill.schedule.step_by_step import step_by_step
-from megatron_zb_distill.stage import StageBlocks, open_stage_blocks
+from megatron_zb_distill.stage import StageBlocks, batch_of, empty_activation, open_stage_blocks
 from megatron_zb_distill.stitching import choose, save_student
 from megatron_zb_distill.student import BlockShape
 from megatron_zb_distill.teacher import Teacher
@@ -73,8 +74,9 @@ def open_job(job: Job, distribution: Distribution, store: dist.Store) -> Distill
     Raises:
         UsageError: data, log or a checkpoint cannot be used.
     """
-    check_distribution(distribution, job.args.num_microbatches)
-    place = Place.of_this_rank(distribution)
+    lanes = Lanes.of(job.args)
+    check_distribution(distribution, microbatches_of(job.args))
+    place = Place.of_this_rank(distribution, lanes)
     stage_blocks = open_stage_blocks(job.args, job.teacher, job.library, place)
     datasets = data.build_datasets(job.args)
     step = 0 if job.resume is None else checkpoint.load(job.resume[0], stage_blocks)
@@ -84,14 +86,31 @@ def open_job(job: Job, distribution: Distribution, store: dist.Store) -> Distill
 def distribution_of(job: Job) -> Distribution:
     """Return the distribution: as given, the checkpoint's if its ranks match, or the fastest."""
     args, blocks, ranks = job.args, len(job.library), dist.get_world_size()
+    lanes = Lanes.of(args)
     if args.distribution is not None:
-        return parse_distribution(args.distribution, blocks, ranks)
+        return parse_distribution(args.distribution, blocks, ranks, lanes=lanes)
     if job.resume is not None:
         stored = parse_distribution(job.resume[1], blocks, None)
-        if stored.num_ranks == ranks:
+        if stored.num_ranks * lanes.size == ranks:
             return stored
     times = block_times.measure(args, job.library, job.teacher.shape)
-    return distribute(block_times.costs(times), ranks, args.num_microbatches)
+    return distribute(block_times.costs(times), lanes.place_of(ranks), microbatches_of(args))
+
+
+def microbatches_of(args: argparse.Namespace) -> int:
+    """Return the microbatches of a step in the relay, each of one for every expert-parallel lane.
+
+    Raises:
+        UsageError: the lanes do not divide those of a step.
+    """
+    lanes, number = Lanes.of(args), int(args.num_microbatches)
+    if number % lanes.expert:
+        raise UsageError(
+            f"the {number} microbatches of a step cannot be dealt out evenly to "
+            f"--expert-model-parallel-size {lanes.expert} ranks: change --global-batch-size or "
+            "--micro-batch-size"
+        )
+    return number // lanes.expert
 
 
 def _divides(interval: int | None, step: int) -> bool:
@@ -131,17 +150,20 @@ class DistillRun:
         self.first_step = first_step
         self._dataset, self.held_out = datasets
         self._device = "cpu" if args.cpu else "cuda"
-        self._rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._channels = Channels(range(ranks), distribution.placement, self._device)
-        self._steps = step_by_step(distribution, args.num_microbatches, args.run_ahead)
+        rank = dist.get_rank()
+        self._lanes = lanes = Lanes.of(args)
+        self._place = lanes.place_of(rank)
+        in_lane = [lanes.rank_at(p, rank) for p in range(lanes.place_of(dist.get_world_size()))]
+        self._channels = Channels(in_lane, distribution.placement, self._device)
+        self._steps = step_by_step(distribution, microbatches_of(args), args.run_ahead)
         self._progress = RankProgress(on_gpu=not args.cpu, schedule=self._steps.schedule)
-        self._watch(dist.PrefixStore("watchdog", store), ranks)
+        self._watch(dist.PrefixStore("watchdog", store), in_lane)
         busy = BusyTime(on_gpu=not args.cpu)
         file = None
-        if self._rank == 0 and args.log_file:
+        if rank == 0 and args.log_file:
             file = open_records(args.log_file, append=first_step > 0 or bool(args.save_library))
         self.report = DistillReport(
-            Board(dist.PrefixStore("report", store), self._rank, distribution.num_ranks),
+            Board.of(dist.PrefixStore("report", store), lanes, distribution.num_ranks),
             Steps(first_step, args.train_iters, args.log_interval, args.global_batch_size),
             list(stage_blocks.all_student_blocks()),
             busy,
@@ -159,19 +181,19 @@ class DistillRun:
         )
         if job.resume is not None:
             self.report.say(f"continuing from {job.resume[0]}")
-        idle = dist.get_world_size() - self.distribution.num_ranks
+        idle = dist.get_world_size() - self.distribution.num_ranks * self._lanes.size
         if idle:
             self.report.say(f"{idle} of the ranks gain nothing and idle")
 
     def steps(self, first: int, end: int) -> None:
         """Train from the state after `first` steps to that after `end`."""
-        if self._rank >= self.distribution.num_ranks:
+        if self._place >= self.distribution.num_ranks:
             return
         self.report.ends_with(_last_step(self._args, end))
         with self._progress.step():
             done = relay_steps(
                 self._steps,
-                self._rank,
+                self._place,
                 self.stage_blocks.stage(self._embedded),
                 Exchange(self._channels, self._buffer, self._observer),
                 first=first,
@@ -187,7 +209,7 @@ class DistillRun:
 
     def _embedded(self, number: int) -> torch.Tensor:
         """Return the embedding of a microbatch, counted through the whole training."""
-        batch = data.microbatch(self._dataset, self._args, number * self._args.micro_batch_size)
+        batch = batch_of(self._args, self._dataset, number)
         assert self.stage_blocks.embedding is not None, "only the first stage reads data"
         embedded: torch.Tensor = self.stage_blocks.embedding(batch["tokens"], batch["position_ids"])
         return embedded
@@ -196,17 +218,16 @@ class DistillRun:
         args = self._args
         if message.is_step_done:
             return torch.empty(1, device=self._device)
-        shape = (args.seq_length, args.micro_batch_size, args.hidden_size)
-        dtype = torch.bfloat16 if args.bf16 else torch.float32
-        return torch.empty(shape, dtype=dtype, device=self._device)
+        return empty_activation(args)
 
-    def _watch(self, store: dist.Store, ranks: int) -> None:
+    def _watch(self, store: dist.Store, in_lane: Sequence[int]) -> None:
         seconds = self._args.pipeline_timeout
         if seconds is None:
             seconds = 0.9 * 60 * self._args.distributed_timeout_minutes
         self._watchdog: Watchdog | None = None
         if seconds:
-            place = WatchedRank(self._rank, tuple(range(ranks)))
+            job = tuple(range(dist.get_world_size()))
+            place = WatchedRank(self._place, tuple(in_lane), job)
             self._watchdog = Watchdog(self._progress, place, store, seconds)
 
 

@@ -2,82 +2,111 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.channels import new_groups
+from megatron_zb_distill.lanes import Lanes
 from megatron_zb_distill.schedule.distribution import Distribution
+
+_ONE_RANK = Lanes()
+
+
+class Holders(NamedTuple):
+    """Process groups of the ranks that hold the same parameters, and sum their gradients."""
+
+    dense: dist.ProcessGroup
+    experts: dist.ProcessGroup
+    """Of experts that are split over ranks; the same group if none are."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The stage of one rank."""
+    """The stage of one rank, and its position there."""
 
     blocks: range
-    ranks: tuple[int, ...]
+    places: tuple[int, ...]
+    """Places of the stage: ranks, or groups of ranks that share its blocks."""
     stage: int
     is_first: bool
     is_last: bool
-    group: dist.ProcessGroup
-    """Process group of the ranks of the stage."""
+    copies: Holders
+    lanes: Lanes = _ONE_RANK
     shares_last: bool = False
     """Whether the next stage begins with the last block of this one, for further candidates."""
 
     @classmethod
-    def of_this_rank(cls, distribution: Distribution) -> Place:
+    def of_this_rank(cls, distribution: Distribution, lanes: Lanes = _ONE_RANK) -> Place:
         """Find this rank's stage, and connect the ranks of every stage; collective over all ranks.
 
         A rank beyond those of the distribution has no blocks, and idles.
         """
         rank = dist.get_rank()
-        if rank >= distribution.num_ranks:
-            (group,) = new_groups([(rank,)])
-            return cls(range(0), (rank,), -1, False, False, group)
-        stage = distribution.stage_on(rank)
-        blocks, ranks = distribution.ranges[stage]
-        (group,) = new_groups([ranks])
+        mine = lanes.place_of(rank)
+        if mine >= distribution.num_ranks:
+            copies = _copies(lanes, (mine,))
+            return cls(range(0), (mine,), -1, False, False, copies, lanes)
+        stage = distribution.stage_on(mine)
+        blocks, places = distribution.ranges[stage]
         is_last = stage == len(distribution.ranges) - 1
-        return cls(blocks, tuple(ranks), stage, stage == 0, is_last, group)
+        copies = _copies(lanes, places)
+        return cls(blocks, tuple(places), stage, stage == 0, is_last, copies, lanes)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the first rank of its stage."""
-        return dist.get_rank() == self.ranks[0]
+        """Whether this rank is of the first place of its stage."""
+        return self.lanes.place_of(dist.get_rank()) == self.places[0]
+
+    def leader_of(self, distribution: Distribution, stage: int) -> int:
+        """Return the rank of another stage's first place, in the lane of this rank."""
+        return self.lanes.rank_at(distribution.ranges[stage][1][0], dist.get_rank())
 
     @property
-    def partners(self) -> dist.ProcessGroup | None:
-        """Process group to sum gradients over; None for a stage on one rank."""
-        return self.group if len(self.ranks) > 1 else None
+    def tensor_lane(self) -> int:
+        """Position of this rank in its tensor-parallel group."""
+        return self.lanes.tensor_lane(dist.get_rank())
+
+
+def _copies(lanes: Lanes, places: Sequence[int]) -> Holders:
+    rank = dist.get_rank()
+    dense = [other for place in places for other in lanes.alike(place, rank)]
+    return Holders(*new_groups([dense, [lanes.rank_at(place, rank) for place in places]]))
 
 
 def parse_distribution(
-    text: str, num_blocks: int, world_size: int | None, what: str = "block"
+    text: str,
+    num_blocks: int,
+    world_size: int | None,
+    what: str = "block",
+    lanes: Lanes = _ONE_RANK,
 ) -> Distribution:
-    """Parse `--distribution 0-3:1,4-7:2`: ranges of blocks, each with its number of ranks.
+    """Parse `--distribution 0-3:1,4-7:2`: ranges of blocks, each with its number of places.
 
     `world_size` is the number of ranks to check against; None for no such check. `what` is
-    distributed: blocks, or the candidates of a library.
+    distributed: blocks, or the candidates of a library. `lanes` are the ranks of a place.
 
     Raises:
         UsageError: it cannot be parsed, or does not fit the blocks or the ranks.
     """
+    example = _example(num_blocks, (world_size or 2 * lanes.size) // lanes.size)
     try:
         distribution = Distribution.parse(text)
     except UsageError as error:
-        example = _example(num_blocks, world_size or 2)
         raise UsageError(f"--distribution: {error}; here, for example, {example}") from None
     if distribution.num_blocks != num_blocks:
         raise UsageError(
             f"--distribution '{text}' ends with {what} {distribution.num_blocks - 1}, but the last "
-            f"{what} is {num_blocks - 1}: give all of them, such as "
-            f"{_example(num_blocks, world_size or 2)}"
+            f"{what} is {num_blocks - 1}: give all of them, such as {example}"
         )
-    if world_size is not None and distribution.num_ranks != world_size:
+    ranks = distribution.num_ranks * lanes.size
+    if world_size is not None and ranks != world_size:
         raise UsageError(
-            f"--distribution '{text}' is for {distribution.num_ranks} ranks, but {world_size} were "
-            f"started: start torchrun with --nproc-per-node {distribution.num_ranks}"
+            f"--distribution '{text}' is for {ranks} ranks, but {world_size} were started: start "
+            f"torchrun with --nproc-per-node {ranks}"
         )
     return distribution
 

@@ -192,7 +192,7 @@ def _check(job: DistillPlanJob) -> None:
     unlike += ["layers of several kinds"] if job.teacher.kinds else []
     if unlike:
         raise UsageError(
-            f"--student-config: a teacher with {unlike[0]} cannot be distilled block by block: "
+            f"--student-config: the distillation of a teacher with {unlike[0]} is not planned: "
             "give a dense one, such as llama3_8b"
         )
     if _for_blocks(job) <= 0:

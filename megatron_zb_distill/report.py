@@ -14,11 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+import torch.distributed as dist
 from torch.distributed import Store
 
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.observer import Recorder
 from megatron_zb.schedules.passes import Channel, Message, Pair, Pass
+from megatron_zb_distill.lanes import Lanes
 from megatron_zb_distill.student_block import StudentBlock
 
 _POLL = 0.02  # seconds
@@ -71,15 +73,24 @@ class Steps:
 
 @dataclass(frozen=True)
 class Board:
-    """Where the ranks 0 to ``ranks`` - 1 leave their parts of a line for rank 0."""
+    """Where the parts of a line are left for rank 0, one for each tensor-parallel group."""
 
     store: Store
-    rank: int
+    rank: int | None
+    """Number of this rank among those that leave a part; None if it leaves none."""
     ranks: int
+
+    @classmethod
+    def of(cls, store: Store, lanes: Lanes, places: int) -> Board:
+        """Build the board of this rank, in a job that trains on so many places."""
+        rank = dist.get_rank()
+        mine = None if lanes.tensor_lane(rank) else rank // lanes.tensor
+        return cls(store, mine, places * lanes.expert)
 
     def leave(self, step: int, part: Mapping[str, Any]) -> None:
         """Leave this rank's part of a step."""
-        self.store.set(f"step{step}/{self.rank}", json.dumps(part))
+        if self.rank is not None:
+            self.store.set(f"step{step}/{self.rank}", json.dumps(part))
 
     def pick_up(self, step: int) -> list[Any] | None:
         """Return and remove the parts of all ranks; None if one is missing yet."""

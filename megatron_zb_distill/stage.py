@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from megatron_zb_distill import weights
 from megatron_zb_distill.blocks import Embedding, OutputHead, rotary, teacher_layer
-from megatron_zb_distill.place import Place
+from megatron_zb_distill.lanes import Lanes
+from megatron_zb_distill.place import Holders, Place
 from megatron_zb_distill.student import BlockShape
 from megatron_zb_distill.student_block import StudentBlock
 from megatron_zb_distill.teacher import Teacher
+from megatron_zb_train import data
 
 
 class Target(NamedTuple):
@@ -58,18 +60,18 @@ class BlockwiseStage:
         self,
         teaching: Teaching,
         student_blocks: Sequence[Sequence[StudentBlock]],
-        group: dist.ProcessGroup | None,
+        copies: Holders | None,
     ) -> None:
         """Create a stage at the start of a run of steps.
 
         Args:
             teaching: the teacher's blocks.
             student_blocks: the candidates of each block.
-            group: the ranks of the stage; None for one rank alone.
+            copies: the ranks that hold the same; None for one rank.
         """
         self._teaching = teaching
         self._student_blocks = student_blocks
-        self._group = group
+        self._copies = copies
         self._targets: deque[tuple[int, list[Target]]] = deque()
 
     def teach(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
@@ -108,7 +110,24 @@ class BlockwiseStage:
         """Run U: step the optimizer of every student block; collective over the stage's ranks."""
         for candidates in self._student_blocks:
             for student_block in candidates:
-                student_block.update(self._group)
+                student_block.update(self._copies)
+
+
+def batch_of(args: argparse.Namespace, dataset: Any, number: int) -> dict[str, torch.Tensor]:
+    """Return the batch of this rank's lane in a microbatch of the relay."""
+    lanes = Lanes.of(args)
+    mine = number * lanes.expert + lanes.expert_lane(dist.get_rank())
+    return data.microbatch(dataset, args, mine * args.micro_batch_size)
+
+
+def empty_activation(args: argparse.Namespace, *outer: int) -> torch.Tensor:
+    """Return an empty (sequence, batch, hidden) for this rank's part of a sequence."""
+    sequence = args.seq_length
+    if args.sequence_parallel:
+        sequence //= args.tensor_model_parallel_size
+    shape = (*outer, sequence, args.micro_batch_size, args.hidden_size)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    return torch.empty(shape, dtype=dtype, device="cpu" if args.cpu else "cuda")
 
 
 @dataclass(frozen=True)
@@ -126,7 +145,7 @@ class StageBlocks:
         """Build the stage for the executor; `read` is for the first one, see :class:`Teaching`."""
         place = self.place
         teaching = Teaching(self.layers, self.rotary, read, place.is_last, place.shares_last)
-        return BlockwiseStage(teaching, self.student_blocks, self.place.partners)
+        return BlockwiseStage(teaching, self.student_blocks, place.copies)
 
     def all_student_blocks(self) -> Iterator[StudentBlock]:
         """Yield every candidate of every block of this rank."""
@@ -150,7 +169,7 @@ def open_stage_blocks(
     head = OutputHead(args) if place.is_last else None
     untied = args.untie_embeddings_and_output_weights
     part = weights.TeacherPart(layers, args.num_layers, embedding, head, untied)
-    weights.load_teacher(teacher.path, part, place.group)
+    weights.load_teacher(teacher.path, part, place.copies)
     student_blocks = [
         [StudentBlock(args, block, shape, layers[block], teacher.shape) for shape in library[block]]
         for block in place.blocks

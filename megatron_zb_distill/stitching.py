@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from megatron_zb_distill.flags import BEST, FIRST
 from megatron_zb_distill.stage import StageBlocks
 from megatron_zb_distill.student import BlockShape
 from megatron_zb_distill.student_block import StudentBlock
+from megatron_zb_distill.teacher import expert_blocks
 from megatron_zb_train.checkpoint import write
 
 _CONTENT = {"singleton_local_shards": False}
@@ -39,9 +40,16 @@ class ChosenBlock:
     layer: Any
 
 
-def is_uniform(shapes: Sequence[BlockShape]) -> bool:
-    """Return whether blocks of these shapes can be the layers of one GPTModel."""
-    return all(s.is_layer for s in shapes) and len({s.sizes for s in shapes}) == 1
+def is_uniform(shapes: Iterable[BlockShape], experts: Collection[int] = ()) -> bool:
+    """Return whether blocks of these shapes can be the layers of one GPTModel.
+
+    The blocks `experts` of it have experts, which have a width of their own.
+    """
+    numbered = list(enumerate(shapes))
+    groups = {shape.num_query_groups for _, shape in numbered}
+    widths = {(block in experts, shape.ffn_hidden_size) for block, shape in numbered}
+    kinds = {has_experts for has_experts, _ in widths}
+    return all(s.is_layer for _, s in numbered) and len(groups) == 1 and len(widths) == len(kinds)
 
 
 def check_stitchable(args: argparse.Namespace, library: Sequence[Sequence[BlockShape]]) -> None:
@@ -56,6 +64,15 @@ def check_stitchable(args: argparse.Namespace, library: Sequence[Sequence[BlockS
         possible = [shape for candidates in library for shape in candidates]
     else:
         possible = [_named(candidates, args.candidate) for candidates in library]
+    experts = expert_blocks(vars(args))
+    if experts or args.multi_latent_attention:
+        if args.candidate == BEST or not is_uniform(possible, experts):
+            raise UsageError(
+                "--save-student: Megatron's heterogeneous layers have neither experts nor latent "
+                "attention: give every block the same candidate, with attention and an MLP, and "
+                "its name to --candidate, or leave --save-student out"
+            )
+        return
     if is_uniform(possible):
         return
     for name, needed in _HETEROGENEOUS_NEEDS.items():
@@ -108,15 +125,16 @@ def save_student(
     """
     shapes = _all_shapes(chosen)
     uniform = is_uniform(shapes)
-    group = stage_blocks.place.group
+    copies = stage_blocks.place.copies
     parts = [
-        weights.layer_state(p.layer, p.block, args.num_layers, group, alike=uniform) for p in chosen
+        weights.layer_state(p.layer, p.block, args.num_layers, copies, alike=uniform)
+        for p in chosen
     ]
     if stage_blocks.embedding is not None:
-        parts.append(weights.embedding_state(stage_blocks.embedding, group))
+        parts.append(weights.embedding_state(stage_blocks.embedding, copies))
     if stage_blocks.head is not None:
         untied = args.untie_embeddings_and_output_weights
-        parts.append(weights.head_state(stage_blocks.head, untied, group))
+        parts.append(weights.head_state(stage_blocks.head, untied, copies))
     state = {
         "model": weights.merged(parts),
         "args": argparse.Namespace(**_model_arguments(args, shapes)),
@@ -139,9 +157,13 @@ def _all_shapes(chosen: Sequence[StudentBlock | ChosenBlock]) -> list[BlockShape
 def _model_arguments(args: argparse.Namespace, shapes: Sequence[BlockShape]) -> dict[str, Any]:
     """Return the arguments under the names of megatron_zb.pretrain_gpt, then of Megatron-LM."""
     stored = dict(vars(args))
-    stored["group_query_attention"] = True
-    stored["num_query_groups"], stored["ffn_hidden_size"] = shapes[0].sizes
-    if not is_uniform(shapes):
+    experts = expert_blocks(stored)
+    stored["group_query_attention"] = not args.multi_latent_attention
+    stored["num_query_groups"] = shapes[0].num_query_groups
+    for block, shape in reversed(list(enumerate(shapes))):
+        width = "moe_ffn_hidden_size" if block in experts else "ffn_hidden_size"
+        stored[width] = shape.ffn_hidden_size
+    if not is_uniform(shapes, experts):
         stored["heterogeneous_layers_config_encoded_json"] = described(args, shapes)
     return stored | {
         "add_bias_linear": not args.disable_bias_linear,

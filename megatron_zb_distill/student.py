@@ -25,6 +25,16 @@ class TeacherShape:
     num_attention_heads: int
     num_query_groups: int
     ffn_hidden_size: int
+    has_latent_attention: bool = False
+    expert_blocks: frozenset[int] = frozenset()
+    """Blocks, from 0, whose MLP is one of experts."""
+    expert_ffn_hidden_size: int = 0
+    """Width of each expert."""
+
+    def width_of(self, block: int) -> int:
+        """Return the width of a block's MLP, or of each of its experts."""
+        has_experts = block in self.expert_blocks
+        return self.expert_ffn_hidden_size if has_experts else self.ffn_hidden_size
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class BlockShape:
     """Number of heads of keys and values; the teacher's where there is no attention."""
     mlp: MlpKind
     ffn_hidden_size: int
-    """Width of the MLP; the teacher's where there is no MLP."""
+    """Width of the MLP, or of each expert; the teacher's where there is no MLP."""
     learning_rate: float | None
     """Peak learning rate; None for the run's."""
 
@@ -45,11 +55,6 @@ class BlockShape:
     def is_layer(self) -> bool:
         """Whether the block has attention and an MLP, as every layer of a GPTModel has."""
         return self.attention == "attention" and self.mlp == "mlp"
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Sizes that must be equal in all layers of a GPTModel: query groups and MLP width."""
-        return self.num_query_groups, self.ffn_hidden_size
 
 
 class Attention(Section):
@@ -173,18 +178,38 @@ def library(student: StudentConfig, teacher: TeacherShape) -> tuple[tuple[BlockS
                     f"to {teacher.num_layers - 1}: give one of them"
                 )
             candidates[block] = exception.candidates
-    return tuple(tuple(_shape(c, teacher) for c in candidates[b]) for b in sorted(candidates))
+    return tuple(tuple(_shape(c, teacher, b) for c in candidates[b]) for b in sorted(candidates))
 
 
-def _shape(candidate: Candidate, teacher: TeacherShape) -> BlockShape:
+def _shape(candidate: Candidate, teacher: TeacherShape, block: int) -> BlockShape:
+    _check_replaceable(candidate, teacher, block)
     return BlockShape(
         name=candidate.name,
         attention=candidate.attention.kind,
         num_query_groups=_query_groups(candidate, teacher),
         mlp=candidate.mlp.kind,
-        ffn_hidden_size=_ffn_hidden_size(candidate, teacher),
+        ffn_hidden_size=_ffn_hidden_size(candidate, teacher.width_of(block)),
         learning_rate=candidate.learning_rate,
     )
+
+
+def _check_replaceable(candidate: Candidate, teacher: TeacherShape, block: int) -> None:
+    """Check that a block has the weights that a candidate is made of.
+
+    Raises:
+        UsageError: it has not.
+    """
+    attention, mlp = candidate.attention, candidate.mlp
+    if teacher.has_latent_attention and (attention.kind == "linear" or attention.query_groups):
+        raise UsageError(
+            f"candidate {candidate.name}: the teacher's latent attention has no heads of keys and "
+            "values to average or to multiply: leave attention out, or give kind: no_op"
+        )
+    if block in teacher.expert_blocks and mlp.kind == "linear":
+        raise UsageError(
+            f"candidate {candidate.name}: block {block} of the teacher has experts, which no "
+            "product of matrices replaces: give mlp: {kind: no_op}, or narrower experts"
+        )
 
 
 def _query_groups(candidate: Candidate, teacher: TeacherShape) -> int:
@@ -199,8 +224,8 @@ def _query_groups(candidate: Candidate, teacher: TeacherShape) -> int:
     return groups
 
 
-def _ffn_hidden_size(candidate: Candidate, teacher: TeacherShape) -> int:
-    mlp, whole = candidate.mlp, teacher.ffn_hidden_size
+def _ffn_hidden_size(candidate: Candidate, whole: int) -> int:
+    mlp = candidate.mlp
     size = mlp.ffn_hidden_size or whole
     if mlp.ffn_fraction is not None:
         size = max(1, round(mlp.ffn_fraction * whole))

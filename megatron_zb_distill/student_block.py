@@ -7,39 +7,41 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron_zb_distill.blocks import student_layer
 from megatron_zb_distill.initialisation import inherit
+from megatron_zb_distill.lanes import Lanes
+from megatron_zb_distill.place import Holders
+from megatron_zb_distill.shards import ShardedGradients, Tensors, mean_of_shards
 from megatron_zb_distill.student import BlockShape, TeacherShape
 from megatron_zb_train.model import scheduler
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Mean = Callable[[torch.Tensor], torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor, Mean], torch.Tensor]
 
 
-def mse(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+def mse(student: torch.Tensor, teacher: torch.Tensor, mean: Mean = torch.mean) -> torch.Tensor:
     """Return the mean squared difference of two tensors of one shape; a scalar in float32."""
-    return (student.float() - teacher.float()).square().mean()
+    return mean((student.float() - teacher.float()).square())
 
 
-def normalised_mse(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+def normalised_mse(
+    student: torch.Tensor, teacher: torch.Tensor, mean: Mean = torch.mean
+) -> torch.Tensor:
     """Return the mean squared difference over the teacher's mean square; 1 for an output of zeros.
 
     Puzzle, arXiv 2411.19146, section 3.
     """
-    return mse(student, teacher) / teacher.float().square().mean()
+    return mse(student, teacher, mean) / mean(teacher.float().square())
 
 
-def cosine(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+def cosine(student: torch.Tensor, teacher: torch.Tensor, mean: Mean = torch.mean) -> torch.Tensor:
     """Return one minus the cosine of each token's two vectors, averaged over (sequence, batch)."""
     similar = torch.nn.functional.cosine_similarity(student.float(), teacher.float(), dim=-1)
-    return 1 - similar.mean()
+    return 1 - mean(similar)
 
 
 LOSSES: dict[str, Loss] = {"mse": mse, "normalised-mse": normalised_mse, "cosine": cosine}
-
-Tensors = dict[str, torch.Tensor]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -59,6 +61,7 @@ class BlockOptimizer:
     ) -> None:
         self._parameters = dict(parameters)
         self._masters = {name: _master(p) for name, p in parameters.items()}
+        self._sharded = ShardedGradients(Lanes.of(args), self._parameters)
         self._clip = args.clip_grad
         self._batch = args.global_batch_size
         groups = [
@@ -98,22 +101,17 @@ class BlockOptimizer:
                 master.grad = torch.zeros_like(master)
         return {name: m.grad for name, m in self._masters.items() if m.grad is not None}
 
-    def step(self, group: dist.ProcessGroup | None) -> None:
+    def step(self, copies: Holders | None) -> None:
         """Sum the gradients over the ranks of a stage, step the optimizer, and drop the gradients.
 
         Args:
-            group: the ranks that hold this block; None for one rank alone.
+            copies: the ranks that hold this block; None for one rank.
         """
-        gradients = list(self.gradients().values())
-        if group is not None and gradients:
-            flat = _flatten_dense_tensors(gradients)
-            dist.all_reduce(flat, group=group)
-            for gradient, total in zip(
-                gradients, _unflatten_dense_tensors(flat, gradients), strict=True
-            ):
-                gradient.copy_(total)
+        gradients = self.gradients()
+        self._sharded.sum(gradients, copies)
         if self._clip and gradients:
-            torch.nn.utils.clip_grad_norm_(list(self._masters.values()), self._clip)
+            norm = self._sharded.norm(gradients)
+            torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._clip, norm)
         self._adam.step()
         self._scheduler.step(increment=self._batch)
         self._adam.zero_grad(set_to_none=True)
@@ -177,6 +175,7 @@ class StudentBlock:
             args, dict(self.layer.named_parameters()), shape.learning_rate
         )
         self._loss = LOSSES[args.loss]
+        self._mean: Mean = mean_of_shards if args.sequence_parallel else torch.mean
         self._per_microbatch = 1 / args.num_microbatches
         self._total: torch.Tensor | None = None
         self._count = 0
@@ -184,7 +183,7 @@ class StudentBlock:
     def study(self, given: torch.Tensor, wanted: torch.Tensor, rotary: torch.Tensor | None) -> None:
         """Run forward, loss and backward of a microbatch; tensors are (sequence, batch, hidden)."""
         made = self.forward(given, rotary)
-        loss = self._loss(made, wanted)
+        loss = self._loss(made, wanted, self._mean)
         if loss.requires_grad:  # a block of no-ops has nothing to learn
             (loss * self._per_microbatch).backward()
         self.optimizer.collect()
@@ -198,9 +197,9 @@ class StudentBlock:
         output, _ = self.layer(given, attention_mask=None, rotary_pos_emb=rotary)
         return output
 
-    def update(self, group: dist.ProcessGroup | None) -> None:
+    def update(self, copies: Holders | None) -> None:
         """Step the optimizer; see :meth:`BlockOptimizer.step`."""
-        self.optimizer.step(group)
+        self.optimizer.step(copies)
 
     def take_losses(self) -> tuple[float, int]:
         """Return sum and number of the losses of this rank's microbatches since the last call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,40 @@ _NEEDED = (
 )
 _OPTIONAL = {"norm_epsilon": 1e-5, "init_method_std": 0.02, "seq_length": None}
 
+# What a model has besides, with latent attention and with experts.
+LATENT = (
+    "qk_layernorm",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+EXPERTS = (
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+    "moe_router_dtype",
+    "moe_shared_expert_intermediate_size",
+    "moe_apply_probs_on_input",
+)
+
 # What is not built here, and what it is in a model that has none of it.
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0),
-    "multi_latent_attention": (None, False),
     "mtp_num_layers": (None, 0),
     "qk_layernorm": (None, False),
     "qk_l2_norm": (None, False),
@@ -58,6 +89,17 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "attention_output_gate": (None, False),
     "hybrid_override_pattern": (None,),
 }
+_PLAIN_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "moe_expert_capacity_factor": (None,),
+    "moe_input_jitter_eps": (None, 0.0),
+    "moe_shared_expert_gate": (None, False),
+    "moe_use_legacy_grouped_gemm": (None, False),
+    "moe_latent_size": (None,),
+    "moe_router_load_balancing_type": (
+        *(None, "none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+        *(["none"], ["aux_loss"], ["seq_aux_loss"], ["global_aux_loss"]),
+    ),
+}
 _POSITIONS = ("learned_absolute", "rope", "none")
 
 
@@ -75,7 +117,13 @@ class Teacher:
         names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
         sizes = {name: self.arguments[name] for name in names}
         groups = self.arguments["num_query_groups"] or sizes["num_attention_heads"]
-        return TeacherShape(**sizes, num_query_groups=groups)
+        return TeacherShape(
+            **sizes,
+            num_query_groups=groups,
+            has_latent_attention=self.arguments["multi_latent_attention"],
+            expert_blocks=expert_blocks(self.arguments),
+            expert_ffn_hidden_size=self.arguments.get("moe_ffn_hidden_size", 0),
+        )
 
 
 def read_teacher(directory: Path) -> Teacher:
@@ -101,6 +149,15 @@ def read_teacher(directory: Path) -> Teacher:
     return Teacher(path, _model_arguments(saved, path))
 
 
+def expert_blocks(arguments: Mapping[str, Any]) -> frozenset[int]:
+    """Return the blocks of a model, from 0, whose MLP is one of experts."""
+    if not arguments.get("num_experts"):
+        return frozenset()
+    every: int | list[int] = arguments.get("moe_layer_freq") or 1
+    blocks = range(arguments["num_layers"])
+    return frozenset(b for b in blocks if (b % every == 0 if isinstance(every, int) else every[b]))
+
+
 def _model_arguments(saved: dict[str, Any], path: Path) -> dict[str, Any]:
     missing = [name for name in _NEEDED if saved.get(name) is None]
     if missing:
@@ -118,11 +175,27 @@ def _model_arguments(saved: dict[str, Any], path: Path) -> dict[str, Any]:
     arguments["disable_bias_linear"] = not (
         saved.get("add_bias_linear", True) if bias is None else bias
     )
-    return arguments
+    return arguments | _unlike_gpt(saved)
+
+
+def _unlike_gpt(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of latent attention and of experts."""
+    latent, experts = bool(saved.get("multi_latent_attention")), saved.get("num_experts")
+    names = (LATENT if latent else ()) + (("moe_layer_freq", *EXPERTS) if experts else ())
+    more = {name: saved[name] for name in names if saved.get(name) is not None}
+    if experts:
+        more.setdefault("moe_ffn_hidden_size", saved["ffn_hidden_size"])
+    more.setdefault("moe_layer_freq", None)
+    return more | {"multi_latent_attention": latent, "num_experts": experts or None}
 
 
 def _check_plain(saved: dict[str, Any], path: Path) -> None:
-    for name, plain in _PLAIN.items():
+    required = dict(_PLAIN)
+    if saved.get("multi_latent_attention"):
+        required = {name: plain for name, plain in required.items() if name not in LATENT}
+    if saved.get("num_experts"):
+        required |= _PLAIN_EXPERTS
+    for name, plain in required.items():
         if saved.get(name) not in plain:
             raise UsageError(
                 f"{FLAG}: {path} is of a model with {name} {saved[name]}, which blockwise "
@@ -139,7 +212,8 @@ def _check_plain(saved: dict[str, Any], path: Path) -> None:
             "distillation does not know: give a GPT with all biases or none"
         )
     channels, heads = saved.get("kv_channels"), saved["num_attention_heads"]
-    if channels is not None and channels * heads != saved["hidden_size"]:
+    latent = saved.get("multi_latent_attention")
+    if not latent and channels is not None and channels * heads != saved["hidden_size"]:
         raise UsageError(
             f"{FLAG}: {path} has kv_channels {channels}, but only hidden_size / "
             f"num_attention_heads = {saved['hidden_size'] // heads} is known"

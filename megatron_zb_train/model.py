@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -109,21 +109,31 @@ def parameter_dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 def transformer_config(
-    args: argparse.Namespace, adapter: PipelineAdapter | None = None
+    args: argparse.Namespace,
+    adapter: PipelineAdapter | None = None,
+    kind: type[TransformerConfig] = TransformerConfig,
+    fields: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Return Megatron's configuration of the model; attributes not named here keep its defaults."""
+    """Return Megatron's configuration of the model; attributes not named here keep its defaults.
+
+    Args:
+        args: the arguments.
+        adapter: the schedule's adapter, or None for Megatron's.
+        kind: the class of the configuration.
+        fields: attributes of this class that the arguments do not give.
+    """
     apex_softmax = find_spec("scaled_upper_triang_masked_softmax_cuda") is not None
     apex_gradients = find_spec("fused_weight_gradient_mlp_cuda") is not None
     fused = not args.cpu
     activation_fusion = not (
         args.no_bias_swiglu_fusion if args.swiglu else args.no_bias_gelu_fusion
     )
-    kind, layers = TransformerConfig, {}
+    more = dict(fields or {})
     if args.heterogeneous_layers_config_path is not None:
         kind = HeterogeneousTransformerConfig
-        layers = {"heterogeneous_layers_config_path": args.heterogeneous_layers_config_path}
+        more["heterogeneous_layers_config_path"] = args.heterogeneous_layers_config_path
     return kind(
-        **layers,
+        **more,
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,

@@ -23,6 +23,7 @@ def start_ranks(
     adapter: PipelineAdapter | None,
     store: dist.Store,
     environment: Environment,
+    expert_parallel: int = 1,
 ) -> None:
     """Connect the ranks and give Megatron its groups; `adapter` is None without a schedule."""
     if not args.cpu:
@@ -38,6 +39,7 @@ def start_ranks(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
+        expert_model_parallel_size=expert_parallel,
         get_embedding_ranks=adapter.embedding_ranks if adapter else None,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         # a second set of gloo groups beside NCCL's; on the CPU the first set is gloo's already

@@ -194,7 +194,9 @@ class Library:
     def run(self, program: str, words: list[str], folder: Path, **flags: Any) -> Any:
         given = {"--student-config": self.candidates, "--save-library": folder, **flags}
         all_words = [*words, *written({**DISTILLATION, **self.data, **given})]
-        return run_job(2, program, all_words, SECONDS_TO_TRAIN)
+        return run_job(
+            4 if "--sequence-parallel" in given else 2, program, all_words, SECONDS_TO_TRAIN
+        )
 
     def choose(self, *words: str) -> Any:
         given = ["--library", str(self.library), *words]
@@ -206,9 +208,24 @@ def library(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Library:
     return Library(tmp_path_factory.mktemp("library"), corpus)
 
 
-def test_a_killed_run_keeps_what_is_finished(library: Library, tmp_path: Path) -> None:
-    """In the second of two rounds; the end is that of one round without a kill, to the last bit."""
-    once = {"--candidates-at-once": 1}
+@pytest.mark.parametrize(
+    "split",
+    [
+        {},
+        pytest.param(
+            {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}, marks=pytest.mark.full
+        ),
+    ],
+    ids=["whole", "tensor-parallel"],
+)
+def test_a_killed_run_keeps_what_is_finished(
+    split: Mapping[str, Any], library: Library, tmp_path: Path
+) -> None:
+    """In the second of two rounds; the end is that of one round without a kill.
+
+    To the last bit on as many ranks; where two ranks share a block, sums have another order.
+    """
+    once = {"--candidates-at-once": 1, **split}
     program = script(tmp_path, STRUCK)
     ended = library.run(program, [str(TRAINED + 1)], tmp_path / "run", **once)
     assert ended.code != 0
@@ -220,7 +237,17 @@ def test_a_killed_run_keeps_what_is_finished(library: Library, tmp_path: Path) -
     assert f"{LAYERS} candidates learn" in ended.stdout
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     expected = stored(library.library)
-    assert stored(tmp_path / "run") == expected
+    made = stored(tmp_path / "run")
+    if split:
+        assert made.keys() == expected.keys()
+        for name, (entry, weights) in made.items():
+            whole, _ = expected[name]
+            assert entry == {**whole, "score": pytest.approx(whole["score"], rel=1e-3)}
+            assert {n: len(w) for n, w in weights.items()} == {
+                n: len(w) for n, w in expected[name][1].items()
+            }
+    else:
+        assert made == expected
     names = [HALF["name"], EMPTY["name"]]
     assert set(expected) == {f"block{b}.{name}" for b in range(LAYERS) for name in names}
 

@@ -15,6 +15,8 @@ def arguments(**changed: object) -> argparse.Namespace:
     """Cosine decay from 0.1 to 0.02 over 8 steps of 4 samples, after 2 of warm-up."""
     given = {
         "clip_grad": 0.0,
+        "tensor_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
         "global_batch_size": 4,
         "lr": 0.1,
         "min_lr": 0.02,

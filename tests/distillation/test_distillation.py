@@ -379,7 +379,7 @@ def steps_in_low_precision() -> tuple[list[float], float]:
     from megatron_zb_distill.student_block import BlockOptimizer
     from megatron_zb_train import flags
 
-    known = flags.parser().defaults()
+    known = flags.parser().defaults() | {"expert_model_parallel_size": 1}
     known |= {"lr": 1e-4, "train_iters": 100, "lr_decay_iters": 100, "clip_grad": 0.0}
     known |= {"global_batch_size": 1, "lr_decay_style": "constant", "weight_decay": 0.0}
     weight = torch.nn.Parameter(torch.ones(2, 1, dtype=torch.bfloat16))

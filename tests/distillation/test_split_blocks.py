@@ -1,0 +1,240 @@
+"""Blocks that several ranks share: what they learn, and what is stored of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distillation_cases import (
+    EMPTY,
+    EXPERTS,
+    GPT,
+    HALF,
+    LATENT,
+    LAYERS,
+    LINEAR,
+    LLAMA,
+    SLOW,
+    STEPS,
+    TRAINING,
+    _store,
+    differences,
+    enter,
+    job_of,
+    learnt_alone,
+    learnt_in_pipeline,
+)
+from megatron.core import dist_checkpointing
+from ranks import Kind, RankPools
+
+from megatron_zb.errors import UsageError
+from megatron_zb_distill import checkpoint
+from megatron_zb_distill.evaluation import compare
+from megatron_zb_distill.flags import check_split, complete, parse
+from megatron_zb_distill.loop import distribution_of, open_job
+from megatron_zb_distill.shards import whole
+from megatron_zb_distill.stitching import save_student
+from megatron_zb_distill.student import StudentConfig, TeacherShape, library
+from megatron_zb_train.data import check_data
+
+MODELS = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "latent": {**LLAMA, **LATENT},
+    "experts": {**LLAMA, **EXPERTS},
+    "deepseek": {**LLAMA, **LATENT, **EXPERTS},
+}
+TENSOR = ("--tensor-model-parallel-size", "2")
+SEQUENCE = (*TENSOR, "--sequence-parallel")
+SPLIT_EXPERTS = ("--expert-model-parallel-size", "2")
+BOTH = (*SEQUENCE, *SPLIT_EXPERTS)
+HELD_OUT = ("--eval-iters", "2", "--split", "80,20,0")
+ONE: tuple[str, ...] = ()
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one rank writes the teachers."""
+    return tmp_path_factory.mktemp("teachers")
+
+
+@pytest.mark.parametrize(
+    ("model", "candidates", "distribution", "shares", "flags"),
+    [
+        ("llama", [HALF, SLOW], "0-1:1,2-3:1", 1, SEQUENCE),
+        pytest.param("llama", [HALF, LINEAR, EMPTY], "0-3:1", 1, TENSOR, marks=pytest.mark.full),
+        pytest.param("gpt", [HALF, SLOW], "0-3:2", 2, SEQUENCE, marks=pytest.mark.full),
+        pytest.param("gpt", [SLOW], "0:1,1-3:1", 1, TENSOR, marks=pytest.mark.full),
+        ("experts", [HALF, EMPTY], "0-1:1,2-3:1", 1, SPLIT_EXPERTS),
+        pytest.param("deepseek", [HALF], "0-1:1,2-3:1", 1, SPLIT_EXPERTS, marks=pytest.mark.full),
+        pytest.param("latent", [HALF], "0-1:1,2-3:1", 1, SEQUENCE, marks=pytest.mark.full),
+        pytest.param("experts", [HALF, SLOW], "0-1:1,2-3:1", 1, ONE, marks=pytest.mark.full),
+        pytest.param("experts", [HALF], "0-3:1", 1, BOTH, marks=pytest.mark.full),
+    ],
+)
+def test_split_blocks_learn_in_the_pipeline_what_they_learn_alone(
+    model: str,
+    candidates: Sequence[Mapping[str, Any]],
+    distribution: str,
+    shares: int,
+    flags: Sequence[str],
+    ranks: RankPools,
+    corpus: str,
+    teachers: Path,
+) -> None:
+    """Every rank's part, to the last bit; ranks that share a block relay to as many others."""
+    each = 2 ** sum(flag.endswith("parallel-size") for flag in flags)
+    size = each * sum(int(part.partition(":")[2]) for part in distribution.split(","))
+    teacher = str(teachers / model)
+    # Megatron builds latent attention only where Transformer-Engine is installed
+    kind = Kind.TRANSFORMER_ENGINE if "multi_latent_attention" in MODELS[model] else Kind.HOSTILE
+    ranks(1, kind).run(enter, model=MODELS[model], folder=teacher)
+    case: dict[str, Any] = {"corpus": corpus, "teacher": teacher, "model": MODELS[model]}
+    case["candidates"] = candidates
+    alone = ranks(each, kind).run(learnt_alone, **case, shares=[shares] * LAYERS, flags=flags)
+    given = [*flags, "--distribution", distribution]
+    seen = set()
+    for rank, learnt in enumerate(ranks(size, kind).run(learnt_in_pipeline, **case, flags=given)):
+        assert differences(learnt, alone[rank % each]) == []
+        seen |= set(learnt)
+    assert seen == {(block, c["name"]) for block in range(LAYERS) for c in candidates}
+
+
+Stored = dict[tuple[int, str], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
+"""Of a candidate: its parameters in one piece, and this rank's part of its optimizer."""
+
+
+def run_between(
+    corpus: str, teacher: str, flags: Sequence[str], save: str, load: str | None, until: int
+) -> tuple[Stored, list[float]]:
+    """Train from a checkpoint, or the start, to a step; both models' losses on held-out text."""
+    enter(MODELS["llama"], teacher, flags)
+    words = [*flags, "--save", save, "--save-student", f"{save}.student", *HELD_OUT]
+    job = job_of(corpus, teacher, [HALF], *words)
+    check_data(job.args)
+    if load is not None:
+        job.args.load = load
+        job = replace(job, resume=checkpoint.stored_distribution(job.args, job.library))
+    run = open_job(job, distribution_of(job), _store())
+    run.steps(run.first_step, until)
+    checkpoint.save(job.args, job.library, run.distribution, run.stage_blocks, until)
+    blocks = list(run.stage_blocks.all_student_blocks())
+    save_student(job.args, run.stage_blocks, blocks, until)
+    losses = compare(job.args, run.distribution, run.stage_blocks, blocks, run.held_out)
+    run.close()
+    return {
+        (b.block, b.shape.name): (
+            {n: t.clone() for n, t in whole(b.layer).items()},
+            {n: t.clone() for n, t in b.optimizer.state().items()},
+        )
+        for b in blocks
+    }, [losses.teacher, losses.student]
+
+
+def check_equal(ours: Stored, theirs: Stored, parts: int = 2) -> None:
+    """Every tensor to the last bit."""
+    for key, learnt in ours.items():
+        for mine, other in list(zip(learnt, theirs[key], strict=True))[:parts]:
+            assert mine.keys() == other.keys()
+            assert [n for n in mine if not torch.equal(mine[n], other[n])] == []
+
+
+def test_a_split_run_continues_split_or_whole(
+    ranks: RankPools, corpus: str, teachers: Path, tmp_path: Path
+) -> None:
+    """From its checkpoint, bit by bit; one rank has the same weights, and finds the same losses."""
+    teacher = str(teachers / "llama")
+    ranks(1).run(enter, model=MODELS["llama"], folder=teacher)
+    case: dict[str, Any] = {"corpus": corpus, "teacher": teacher}
+    split = {**case, "flags": [*SEQUENCE, "--distribution", "0-1:1,2-3:1"]}
+    first, middle, end = str(tmp_path / "first"), str(tmp_path / "middle"), str(tmp_path / "end")
+    uninterrupted = ranks(4).run(run_between, **split, save=end, load=None, until=STEPS)
+    stopped = ranks(4).run(run_between, **split, save=first, load=None, until=STEPS - 1)
+    continued = ranks(4).run(run_between, **split, save=middle, load=first, until=STEPS)
+    for (ours, losses), (theirs, expected) in zip(continued, uninterrupted, strict=True):
+        check_equal(ours, theirs)
+        assert losses == expected
+    one = {**case, "flags": ["--distribution", "0-3:1"], "save": str(tmp_path / "one")}
+    ((alone, losses),) = ranks(1).run(run_between, **one, load=first, until=STEPS - 1)
+    assert losses == pytest.approx(stopped[0][1], rel=1e-5)
+    for ours, _ in stopped:
+        check_equal(ours, alone, parts=1)
+    written = [ranks(1).run(tensors_of, path=f"{p}.student")[0] for p in (first, one["save"])]
+    assert len(written[0]) > 5
+    assert written[0].keys() == written[1].keys()
+    assert [n for n in written[0] if not torch.equal(written[0][n], written[1][n])] == []
+
+
+def tensors_of(path: str) -> dict[str, torch.Tensor]:
+    """Every tensor of a student's checkpoint."""
+    found = dist_checkpointing.load_plain_tensors(f"{path}/iter_{STEPS - 1:07d}")
+    return {name: value for name, value in found.items() if torch.is_tensor(value)}
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "sentence"),
+    [
+        (
+            "llama",
+            ["--sequence-parallel"],
+            "--sequence-parallel needs --tensor-model-parallel-size",
+        ),
+        ("llama", [*SPLIT_EXPERTS], "the teacher has no experts: leave it out"),
+        ("experts", ["--expert-model-parallel-size", "3"], "does not divide the teacher's 4 exp"),
+        ("experts", [*TENSOR], "only with --sequence-parallel: add it"),
+        ("experts", ["--save-library", "x", *HELD_OUT], "a teacher with experts has no library"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    model: str, flags: Sequence[str], sentence: str, tmp_path: Path
+) -> None:
+    words = [*TRAINING.split(), "--teacher-load", str(tmp_path), "--mock-data", *flags]
+    known = {"num_query_groups": None, "num_experts": None, **MODELS[model]}
+    with pytest.raises(UsageError, match=sentence):
+        complete(parse(words), known)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "candidate", "sentence"),
+    [
+        (3, {"name": "h"}, "3 ranks were started, but 2 share a block"),
+        (
+            2,
+            {"name": "h", "mlp": {"ffn_hidden_size": 31}},
+            "has ffn_hidden_size 31, which",
+        ),
+        (2, {"name": "h", "attention": {"query_groups": 1}}, "has num_query_groups 1, which"),
+    ],
+)
+def test_a_student_that_cannot_be_split_is_refused(
+    ranks: int, candidate: Mapping[str, Any], sentence: str
+) -> None:
+    args = argparse.Namespace(tensor_model_parallel_size=2, expert_model_parallel_size=1)
+    student = StudentConfig.model_validate({"name": "s", "candidates": [candidate]})
+    with pytest.raises(UsageError, match=sentence):
+        check_split(args, library(student, TeacherShape(4, 32, 4, 4, 64)), ranks)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "sentence"),
+    [
+        ({"name": "h", "mlp": {"kind": "linear"}}, "block 1 of the teacher has experts"),
+        ({"name": "h", "attention": {"kind": "linear"}}, "latent attention has no heads"),
+    ],
+)
+def test_what_no_weights_replace_is_refused(candidate: Mapping[str, Any], sentence: str) -> None:
+    teacher = TeacherShape(2, 32, 4, 4, 64, True, frozenset({1}), 16)
+    student = StudentConfig.model_validate({"name": "s", "candidates": [candidate]})
+    with pytest.raises(UsageError, match=sentence):
+        library(student, teacher)
+
+
+def test_widths_are_parts_of_an_expert_where_there_are_experts() -> None:
+    teacher = TeacherShape(2, 32, 4, 4, 64, False, frozenset({1}), 16)
+    student = StudentConfig.model_validate({"name": "s", "candidates": [HALF]})
+    assert [shapes[0].ffn_hidden_size for shapes in library(student, teacher)] == [32, 8]
