@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_not_there() -> None:
 
 def test_a_hybrid_model_is_no_teacher() -> None:
     hybrid = TEACHER.model_copy(update={"hybrid_layer_pattern": "*-" * 4})
-    with pytest.raises(UsageError, match="a teacher with layers of several kinds cannot be"):
+    with pytest.raises(UsageError, match="a teacher with layers of several kinds is not planned"):
         rows(job(teacher=hybrid))
 
 

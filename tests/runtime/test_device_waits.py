@@ -71,6 +71,7 @@ PLACES = {
     "megatron_core/sliced_documents.py:Documents.attend": HOST,
     "megatron_core/sliced_documents.py:_shared": "before the passes of a step",
     "megatron_core/split_backward.py:SequenceShard.whole": STREAM,
+    "megatron_zb_distill/block_library.py:_scores": BETWEEN_STEPS,
     "megatron_zb_distill/block_library.py:_store": BETWEEN_STEPS,
     "megatron_zb_distill/block_library.py:_times": BETWEEN_STEPS,
     "megatron_zb_distill/block_library.py:distil_library": BETWEEN_STEPS,
