@@ -154,7 +154,7 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
     """
     if not chooses_schedule(args):
         return None
-    from megatron_zb.measured.balance import ends_of
+    from megatron_zb.measured.balance import attention_of, ends_of
     from megatron_zb.megatron_core.adapter import Chunks, build_adapter, copy_of
     from megatron_zb.megatron_core.current_schedule import JobSizes
     from megatron_zb.schedules.layout import Layers
@@ -166,6 +166,9 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
         layer_layout=_layer_layout(args),
         ends=ends_of(args),
         copy=copy_of(args),
+        attention=attention_of(args),
+        sequence=args.seq_length,
+        spread=args.tensor_model_parallel_size,
     )
     return build_adapter(args, sizes, Chunks(args.num_virtual_stages_per_pipeline_rank), build)
 

@@ -300,6 +300,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     ),
     TRAINER: (
         *_CHOOSING,
+        "pipeline_slices",
         "num_virtual_stages_per_pipeline_rank",
         *_RUN_NAMES,
         "pipeline_vocabulary",

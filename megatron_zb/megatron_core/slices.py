@@ -412,6 +412,8 @@ class SlicedReading:
         return {n: tensor[:, start:end].contiguous() for n, tensor in self._microbatch.items()}
 
     def _checked(self, microbatch: Any, number: int) -> dict[str, Any]:
+        if microbatch is None:  # of a stage that needs no data
+            return {}
         if not isinstance(microbatch, dict):
             raise UsageError(
                 f"{FLAG}: the data has a {type(microbatch).__name__} for a microbatch, but only "

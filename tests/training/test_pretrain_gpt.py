@@ -166,6 +166,10 @@ def test_mock_data_needs_no_file(tmp_path: Path) -> None:
     assert list(own.by_iteration("lm_loss")) == [1, 2, 3]
     for key in ("lm_loss", "eval_loss"):
         assert ours.by_iteration(key) == own.by_iteration(key)
+    sliced = trained(tmp_path, {**flags, "--pipeline-schedule": "v-half", "--pipeline-slices": 2})
+    assert "microbatches of 2 slices, expected bubble" in sliced.printed
+    for key in ("lm_loss", "eval_loss"):
+        assert sliced.by_iteration(key) == pytest.approx(own.by_iteration(key), rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize(

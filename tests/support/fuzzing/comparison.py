@@ -27,6 +27,8 @@ _ITERATION = re.compile(r" iteration +(\d+)/ *\d+ \|(.*elapsed time.*)")
 _EVALUATION = re.compile(r"^ ?(validation loss at .*?) \| (.*)")
 # Of losses and of norms, where parts of logits or of a sequence are summed that have been rounded.
 _CUT = {"fp32": (1e-6, 1e-6), "bf16": (1e-3, 1e-2), "fp16": (1e-3, 1e-2)}
+# Adam's first steps are as long for a gradient that is but rounding: more of them are with slices.
+_SLICED = _CUT | {"fp32": (1e-5, 1e-4)}
 _ONE_CHUNK = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 
 
@@ -76,7 +78,7 @@ def width(key: str, combination: Combination) -> float:
     if combination["vocabulary"] != "whole" or combination["slices"] != "without":
         if key.endswith("num zeros"):
             return math.inf  # what one rounds to zero, the other may not
-        losses, norms = _CUT[precision]
+        losses, norms = (_CUT if combination["slices"] == "without" else _SLICED)[precision]
         return norms if is_norm else losses
     if not places_elsewhere(combination):
         return 5e-7 if is_norm and combination["post-validation"] == "with" else 0.0
