@@ -77,6 +77,7 @@ def test_logs_are_compared(ours: dict[str, str], schedule: str, first: str) -> N
     combination = draw(space_of("0.16"), "compare/0") | {
         "schedule": schedule,
         "vocabulary": "whole",
+        "slices": "without",
         "clip": "0",
         "layers": "even",
         "balanced": "without",
@@ -91,6 +92,7 @@ def test_post_validation_sums_norms_along_the_pipeline(post_validation: str, dif
     combination = draw(space_of("0.16"), "compare/0") | {
         "schedule": "zb-h1",
         "vocabulary": "whole",
+        "slices": "without",
         "layers": "even",
         "balanced": "without",
         "post-validation": post_validation,
@@ -102,6 +104,7 @@ def test_post_validation_sums_norms_along_the_pipeline(post_validation: str, dif
 def test_a_run_that_goes_on_has_the_rounding_of_both_its_schedules() -> None:
     usual = draw(space_of("0.16"), "compare/0") | {
         "vocabulary": "whole",
+        "slices": "without",
         "clip": "0",
         "layers": "even",
         "balanced": "without",
