@@ -35,6 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules.request import Limit
+from megatron_zb.schedules.slices import Slicing
 
 # --- values that two processes can compare: equal text for the same meaning, on every host
 
@@ -60,7 +61,7 @@ def comparable(value: Any) -> Any:
         return sorted(map(comparable, value), key=str)
     if isinstance(value, list | tuple):
         return [comparable(one) for one in value]
-    if isinstance(value, PurePath | Limit):
+    if isinstance(value, PurePath | Limit | Slicing):
         return str(value)
     return _described(value)
 
