@@ -48,7 +48,7 @@ def student_layer(args: argparse.Namespace, shape: BlockShape, block: int) -> Tr
 def layer_config(args: argparse.Namespace, block: int) -> TransformerConfig:
     """Return Megatron's configuration of a block of the teacher, or of one of other sizes.
 
-    Routers get no loss for their balance: a block learns its teacher's output alone.
+    Routers have no load-balancing loss: a block learns only its teacher's output.
     """
     given, fields = vars(args), {}
     latent = given.get("multi_latent_attention")

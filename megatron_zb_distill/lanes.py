@@ -12,7 +12,7 @@ class Lanes:
 
     A place has ``tensor * expert`` consecutive ranks, those of a tensor-parallel group next to one
     another, as in Megatron. Messages go between ranks of one lane. Each expert-parallel lane has
-    microbatches of its own.
+    separate microbatches.
     """
 
     tensor: int = 1

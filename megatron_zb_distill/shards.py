@@ -35,7 +35,7 @@ def cut(layer: Any, name: str, parameter: torch.Tensor, value: torch.Tensor) -> 
     size = _split_over(layer, parameter)
     if size == 1:
         return value
-    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+    dim = _dimension(parameter)
     lane = parallel_state.get_tensor_model_parallel_rank()
     parts = [part.chunk(size, dim)[lane] for part in value.chunk(_parts(layer, name), dim)]
     return torch.cat(parts, dim)
@@ -45,13 +45,18 @@ def _joined(layer: Any, name: str, parameter: torch.Tensor) -> torch.Tensor:
     mine, size = parameter.detach(), _split_over(layer, parameter)
     if size == 1:
         return mine
-    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+    dim = _dimension(parameter)
     shards = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(
         shards, mine.contiguous(), group=parallel_state.get_tensor_model_parallel_group()
     )
     split = [shard.chunk(_parts(layer, name), dim) for shard in shards]
     return torch.cat([piece for part in zip(*split, strict=True) for piece in part], dim)
+
+
+def _dimension(parameter: Any) -> int:
+    """Return the dimension along which Megatron shards a parameter."""
+    return int(parameter.partition_dim)
 
 
 def _split_over(layer: Any, parameter: torch.Tensor) -> int:
@@ -61,7 +66,7 @@ def _split_over(layer: Any, parameter: torch.Tensor) -> int:
 
 
 def _parts(layer: Any, name: str) -> int:
-    """Return how many matrices a parameter holds, each of which is split by itself."""
+    """Return the number of matrices in a parameter, each of which is sharded separately."""
     return 2 if layer.config.gated_linear_unit and ".linear_fc1." in name else 1
 
 

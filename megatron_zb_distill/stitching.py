@@ -43,7 +43,7 @@ class ChosenBlock:
 def is_uniform(shapes: Iterable[BlockShape], experts: Collection[int] = ()) -> bool:
     """Return whether blocks of these shapes can be the layers of one GPTModel.
 
-    The blocks `experts` of it have experts, which have a width of their own.
+    The blocks `experts` of it have experts, whose width may differ from that of other MLPs.
     """
     numbered = list(enumerate(shapes))
     groups = {shape.num_query_groups for _, shape in numbered}
