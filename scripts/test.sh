@@ -5,7 +5,7 @@ set -euo pipefail
 usage() {
     cat <<'END'
 usage: scripts/test.sh [--quick | --faults | --trainers | --everything] [--python VERSION] [--megatron SERIES]
-                       [--tests-only] [--full] [PYTEST-ARGUMENT ...]
+                       [--tests-only] [--full] [--draw SEED] [PYTEST-ARGUMENT ...]
 
 Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python and a network.
 
@@ -25,7 +25,9 @@ options:
                      the newest, in an environment of its own, and the version that the patch is for
   --tests-only       no ruff, mypy or codespell
   --full             every combination of schedules, models and ranks, and larger sizes; without it each thing
-                     is tried in a few, and the end says how many were not
+                     is tried in a few, of the slow ones by a quarter that the commit draws; the end says how
+                     many were not
+  --draw SEED        another quarter of the slow tests, by any text, or all of them (all)
   --faults           all faults that a job may suffer (about 30 minutes), and nothing else; what was seen is
                      written to faults.jsonl
   --trainers         the training steps of Megatron-Bridge, verl and ms-swift, in .venv-trainers with Python 3.12, and
@@ -73,7 +75,7 @@ everything() {
     local core full=(--full)  # with the first alone
     for core in $(cores); do
         git clone --quiet --branch "core_v$core" "$MEGATRON_LM_PATH" "$checkouts/$core"
-        MEGATRON_LM_PATH=$checkouts/$core scripts/test.sh --megatron "${core%.*}" ${full[@]+"${full[@]}"}
+        MEGATRON_LM_PATH=$checkouts/$core scripts/test.sh --megatron "${core%.*}" --draw all ${full[@]+"${full[@]}"}
         full=()
     done
     scripts/test.sh --tests-only --faults
@@ -98,6 +100,7 @@ choose_megatron() {
 
 core=
 checks=yes
+draw=$(git rev-parse HEAD 2>/dev/null || echo 0)
 faults=
 quick=
 trainers=
@@ -110,6 +113,8 @@ while (($#)); do
         --megatron) megatron=${2-}; shift $(($# > 1)) ;;
         --megatron=*) megatron=${1#*=} ;;
         --tests-only) checks=no ;;
+        --draw) draw=${2-}; shift $(($# > 1)) ;;
+        --draw=*) draw=${1#*=} ;;
         --faults) faults=yes ;;
         --quick) quick=yes checks=no ;;
         --trainers) trainers=yes checks=no ;;
@@ -127,6 +132,7 @@ if [[ -n $trainers ]]; then
     [[ -z ${version+given} ]] || fail "leave out --python and --megatron: the trainers have theirs"
     version=3.12
 fi
+[[ -n $draw ]] || fail "--draw needs a seed, for example 1, or all"
 if [[ -z ${version+given} ]]; then version=$(choose_python); fi
 [[ -n $version ]] || fail "--python needs a version, for example 3.12"
 venv=$(environment_name "$version" "$core")
@@ -166,10 +172,11 @@ fi
 if [[ -n $quick ]]; then
     arguments=("${QUICK[@]}" ${arguments[@]+"${arguments[@]}"})
 elif [[ -z ${arguments[*]-} || ${arguments[*]} == --full ]]; then
-    # everything: a file to each of several workers, which do not wait for each other; one more than there are cores,
-    # for those whose ranks wait
+    # everything, or of slow tests those that the commit draws: a file to each of several workers, which do not wait
+    # for each other; one more than there are cores, for those whose ranks wait
     workers=$(($(getconf _NPROCESSORS_ONLN) + 1))
     arguments+=(-n $((workers < 8 ? workers : 8)) --dist loadfile)
+    [[ $draw == all ]] || arguments+=(--draw "$draw")
 fi
 if [[ -n $faults ]]; then
     export MEGATRON_ZB_FAULTS=$PWD/faults.jsonl

@@ -13,6 +13,7 @@ import kept_searches
 import pytest
 from brief_searches import briefly
 from browser import Browser, find_browser
+from drawn_tests import left_out
 from rank_process import Kind, missing_transformer_engine
 from ranks import RankPool, RankPools
 from texts import prepared
@@ -21,12 +22,17 @@ from megatron_zb.megatron_core.versions import SERIES
 
 ASKED_FOR = {"tests/trainers": " (--trainers)"}
 """Options of scripts/test.sh that run what is skipped elsewhere, by folder."""
-LEFT_OUT = pytest.StashKey[int]()
-"""How many tests are marked full, and left out."""
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+"""How many tests of each mark are left out."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="the tests marked full, too")
+    parser.addoption(
+        "--draw",
+        metavar="SEED",
+        help="of the tests marked slow or full those that a seed draws; see drawn_tests.py",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,30 +46,37 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked full: combinations beyond those that each thing is tried in."""
+    """Leave out combinations beyond those that each thing is tried in, and what is not drawn."""
     if config.getoption("--full"):
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
-    config.stash[LEFT_OUT] = len(left_out)
+    by_mark = left_out(items, config.getoption("--draw"))
+    others = {id(item) for of_mark in by_mark.values() for item in of_mark}
+    if others:
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in others])
+        items[:] = [item for item in items if id(item) not in others]
+    counts = {mark: len(of_mark) for mark, of_mark in by_mark.items()}
+    config.stash[LEFT_OUT] = counts
     if (output := getattr(config, "workeroutput", None)) is not None:
-        output["left_out"] = len(left_out)
+        output["left_out"] = counts
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take over what a worker has left out; each of them collects all tests."""
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what did not run, and how to run it."""
-    count = terminalreporter.config.stash.get(LEFT_OUT, 0)
+    config = terminalreporter.config
+    counts = config.stash.get(LEFT_OUT, {})
     skipped = terminalreporter.stats.get("skipped", [])
     folders = Counter("/".join(report.nodeid.split("/")[:2]) for report in skipped)
-    said = [f"{count} further combinations (--full)"] * bool(count)
+    said = []
+    if slow := counts.get("slow"):
+        said.append(f"{slow} slow tests that --draw {config.getoption('--draw')} leaves out")
+    if full := counts.get("full"):
+        said.append(f"{full} further combinations (--full)")
     for folder, number in sorted(folders.items()):
         said.append(f"{number} skipped of {folder}{ASKED_FOR.get(folder, '')}")
     if said:

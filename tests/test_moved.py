@@ -53,6 +53,7 @@ def test_a_name_that_never_was_is_not_found(name: str) -> None:
         importlib.import_module(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", sizes.first(1, ["pretrain_gpt", "distill_gpt", "cli.quickstart", "cli.sleeping_steps"])
 )

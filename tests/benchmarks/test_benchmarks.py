@@ -203,6 +203,7 @@ def test_one_bit_of_a_loss_is_a_difference() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_rank_finds_its_own_tensors() -> None:
     for _ in range(3):  # what other tests have left is gone with the first ones
         before = long_run.what_there_is()
@@ -231,6 +232,7 @@ def test_sleeping_stages_exchange_in_pairs_and_without() -> None:
     assert done.code == int("missed:" in done.stdout)
 
 
+@pytest.mark.slow
 def test_the_hosts_time_is_counted_alike_for_every_runtime() -> None:
     names = "1f1b megatron-1f1b zbv-table torch-zbv".split()
     sizes = "--ranks 2 --microbatches 4 --turns 2 --schedules".split()

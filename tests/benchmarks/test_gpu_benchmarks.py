@@ -92,6 +92,7 @@ def test_run_all_has_help_and_wants_what_was_packed(tmp_path: Path) -> None:
     assert "packages.tar.gz is damaged: pack it again" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_run_all_needs_a_gpu(tmp_path: Path) -> None:
     done = call(RUN_ALL, "--python", sys.executable, "--output", tmp_path / "results.json")
@@ -124,6 +125,7 @@ def measured(
     return found
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_kept_and_what_failed_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +156,7 @@ child.wait()
 """
 
 
+@pytest.mark.slow
 def test_what_hangs_is_killed_with_its_processes_and_the_next_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +202,7 @@ def ends(process: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_all_measurements_together_end_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +249,7 @@ def test_results_have_no_names_of_folders_and_hosts() -> None:
     assert found == {"a": ["File x.py:3 on HOST, 1/2 of a/b", 3], "b": None}
 
 
+@pytest.mark.slow
 def test_the_check_of_gpus_refuses_in_one_sentence() -> None:
     script = BENCHMARKS.parent / "scripts" / "gpu_check.sh"
     assert "usage: scripts/gpu_check.sh" in call(script, "--help").stdout

@@ -25,6 +25,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 def test_all_ways_are_timed_and_train_the_same(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = run_script(

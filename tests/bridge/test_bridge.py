@@ -56,6 +56,7 @@ def actor(settings: bytes | None, args: Any) -> tuple[list[Any], dict[str, torch
     return found, trainers.weights_of(process.models)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks_of_job", "pipeline_size", "tied", "names"),
     [
@@ -82,6 +83,7 @@ def test_a_trainer_for_reinforcement_learning_trains_as_with_megatrons_schedule(
         assert same(found[1], weights), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", ["before", pytest.param("after", marks=FULL)])
 @pytest.mark.parametrize(
     ("ranks_of_job", "p", "names"),
@@ -170,6 +172,7 @@ def provided(
     return found
 
 
+@pytest.mark.slow
 def test_a_provider_of_megatron_bridges_shape_trains_as_with_megatrons_schedule(
     ranks: RankPools,
 ) -> None:
@@ -182,6 +185,7 @@ def test_a_provider_of_megatron_bridges_shape_trains_as_with_megatrons_schedule(
         assert same(found[1], weights), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "state", ["pipeline_recompute", pytest.param("pipeline_offload", marks=FULL)]
 )

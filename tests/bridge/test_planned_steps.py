@@ -92,6 +92,7 @@ def assert_equal_to_megatrons(found: list[tuple[Run, Run]]) -> None:
     assert same(weights, stock_weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks_of_job", "p", "name", "more"),
     [
@@ -117,6 +118,7 @@ def test_a_planned_step_is_megatrons_step_of_the_same_order(
     assert_equal_to_megatrons(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -193,6 +195,7 @@ def read_ahead_beside_megatrons(
     return ours, fed_by_iterators(None, p, False, biased)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("p", "name", "reads_at_ends", "biased"),
     sizes.first(1, [(2, "v-half", True, False), (4, "zb-h1", False, True)]),
@@ -321,6 +324,7 @@ def places_of_sizes(experts: int | None) -> list[list[int]]:
         return found
 
 
+@pytest.mark.slow
 def test_replicas_that_share_experts_run_their_longest_microbatches_together(
     ranks: RankPools,
 ) -> None:

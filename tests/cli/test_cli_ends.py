@@ -71,6 +71,7 @@ def test_a_trace_and_a_quickstart_that_are_interrupted(
     assert lines == ["megatron-zb: interrupted", "quickstart: interrupted"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -140,6 +141,7 @@ def test_a_signal_while_processes_start_leaves_none(tmp_path: Path) -> None:
 # --- nobody reads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [["show", "zb-h1", "-p", "8", "-m", "200"], ["show", "--help"], ["doctor"]]
 )

@@ -384,6 +384,7 @@ def test_a_checkout_that_is_newer_than_all_is_no_hindrance(tmp_path: Path) -> No
     assert_sentences([version])
 
 
+@pytest.mark.slow
 def test_arguments_that_no_known_version_has_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def scored_alone(
     return scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "distribution", ["0-3:1,4-11:1", pytest.param("0:2,1-11:2", marks=pytest.mark.full)]
 )
@@ -208,6 +209,7 @@ def library(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Library:
     return Library(tmp_path_factory.mktemp("library"), corpus)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split",
     [
@@ -252,6 +254,7 @@ def test_a_killed_run_keeps_what_is_finished(
     assert set(expected) == {f"block{b}.{name}" for b in range(LAYERS) for name in names}
 
 
+@pytest.mark.slow
 def test_a_choice_becomes_a_student_that_trains(library: Library, tmp_path: Path) -> None:
     """Its loss is that of the same blocks as distil_gpt stitches them."""
     student, choice = tmp_path / "student", tmp_path / "choice.json"

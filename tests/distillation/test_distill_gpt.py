@@ -143,6 +143,7 @@ def evaluated(corpus: str, load: Path, folder: Path, flags: Flags) -> float:
     return loss
 
 
+@pytest.mark.slow
 def test_a_student_learns_and_megatron_evaluates_it(
     whole: Distilled, teacher: Path, corpus: str, tmp_path: Path
 ) -> None:
@@ -181,6 +182,7 @@ def check_same_end(ours: Path, theirs: Path) -> None:
     assert tensors(ours / name) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", [None, "0-2:1,3:1"], ids=["as-before", "moved"])
 def test_a_run_continues_bit_for_bit(
     distribution: str | None,
@@ -201,6 +203,7 @@ def test_a_run_continues_bit_for_bit(
     check_same_end(tmp_path / "run", whole.folder / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_killed_rank_ends_the_job_and_it_continues(
     of_torchrun: bool, whole: Distilled, teacher: Path, corpus: str, tmp_path: Path

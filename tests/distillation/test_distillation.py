@@ -58,6 +58,7 @@ def case_of(model: str, text: str, teachers: Path) -> dict[str, Any]:
     return {"corpus": text, "teacher": str(teachers / model), "model": MODELS[model]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "candidates", "distribution", "shares"),
     [

@@ -63,6 +63,7 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("teachers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "candidates", "distribution", "shares", "flags"),
     [
@@ -144,6 +145,7 @@ def check_equal(ours: Stored, theirs: Stored, parts: int = 2) -> None:
             assert [n for n in mine if not torch.equal(mine[n], other[n])] == []
 
 
+@pytest.mark.slow
 def test_a_split_run_continues_split_or_whole(
     ranks: RankPools, corpus: str, teachers: Path, tmp_path: Path
 ) -> None:

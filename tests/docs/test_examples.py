@@ -43,6 +43,7 @@ def losses_of(schedule: str, *, of_torchrun: bool = False, script: Path = LOOP) 
     return [float(line.split()[1]) for line in job.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_loop_of_ones_own_trains_alike_under_every_schedule(of_torchrun: bool) -> None:
     losses = losses_of("v-half", of_torchrun=of_torchrun)
@@ -83,6 +84,7 @@ def cells() -> list[str]:
     return ["".join(cell["source"]) for cell in kept]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_the_notebook_runs_from_its_first_cell_to_its_last(
     microbatches: int,
@@ -130,6 +132,7 @@ def value(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
+@pytest.mark.slow
 def test_the_kubernetes_job_starts_each_host_with_its_rank(checkout: Path) -> None:
     text = (EXAMPLES / "kubernetes_job.yaml").read_text(encoding="utf-8")
     service, job = yaml.safe_load_all(text)

@@ -265,6 +265,7 @@ def test_an_order_is_the_same_once_read_again(name: str) -> None:
     assert (again.name, again.num_microbatches) == (name, 5)
 
 
+@pytest.mark.slow
 def test_the_package_has_valid_orders_of_every_schedule_and_size() -> None:
     found = [(order["name"], order["p"], order["m"]) for order in html_drawing.packaged_orders()]
     assert sorted(found) == sorted(

@@ -31,6 +31,7 @@ def drawn(path: Path) -> set[str]:
     return {bar.attributes["data-kind"] for bar in page_of(path).all("path", of="bars")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "kinds", "copies", "fact"),
     [

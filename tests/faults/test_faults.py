@@ -160,6 +160,7 @@ def parameters(faults: Sequence[Fault]) -> Iterator[Any]:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", list(parameters(FAULTS)))
 def test_a_fault(fault: Fault, undisturbed: dict[int, Any], corpus: str, tmp_path: Path) -> None:
     struck = tmp_path / "struck"
@@ -189,6 +190,7 @@ def faulty(fault: Fault, struck: Path) -> list[str]:
     return [str(FAULTY), json.dumps({**asdict(fault), "iteration": fault.iteration}), str(struck)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", list(parameters(AT_THE_START)))
 def test_a_fault_at_the_start(
     fault: Fault, undisturbed_run: Path, undisturbed: dict[int, Any], corpus: str, tmp_path: Path

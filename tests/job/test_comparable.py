@@ -78,6 +78,7 @@ def test_what_differs_stays_different_through_json(one: Any, other: Any) -> None
     assert json.loads(as_text[0]) == comparable(one)
 
 
+@pytest.mark.slow
 def test_two_processes_say_the_same_of_what_has_an_address() -> None:
     program = (
         "import json\n"

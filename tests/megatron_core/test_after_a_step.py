@@ -75,6 +75,7 @@ def steps(path: Path | None, broken: set[int]) -> tuple[list[list[float]], list[
     return found, left
 
 
+@pytest.mark.slow
 def test_a_step_leaves_nothing_switched_on_and_one_that_raises_is_measured_again(
     ranks: RankPools, tmp_path: Path
 ) -> None:

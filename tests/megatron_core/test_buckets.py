@@ -100,6 +100,7 @@ def check_order(events: list[tuple[str, int, int]]) -> None:
             assert events.index(("reduce", chunk, group)) > last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["v-half", "zb-h1", "1f1b", "interleaved"])
 def test_reductions_start_before_the_last_weight_gradient(ranks: RankPools, name: str) -> None:
     """In a BW, they do from the second step on: the first one shows what a backward brings."""
@@ -156,6 +157,7 @@ def test_replicas_may_finish_their_chunks_in_other_orders(ranks: RankPools, over
     assert ranks(4).run(differences_of_replicas, case=case, tables=tables) == [[]] * 4
 
 
+@pytest.mark.slow
 @settings(max_examples=200 if sizes.IS_FULL else 50)
 @given(data=st.data())
 def test_any_lengths_start_the_reductions_in_one_order(data: st.DataObject) -> None:

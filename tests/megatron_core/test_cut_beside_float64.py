@@ -89,6 +89,7 @@ def test_so_are_they_with_multi_token_prediction(
         assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("p", "tensor", "tied", "dtype"), SIZES)
 def test_losses_and_gradients_are_as_near_to_float64_as_stocks(
     ranks: RankPools, p: int, tensor: int, tied: bool, dtype: str
@@ -98,6 +99,7 @@ def test_losses_and_gradients_are_as_near_to_float64_as_stocks(
         assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "tied", "dtype"),
     [
@@ -120,6 +122,7 @@ def test_so_are_they_where_a_forward_and_a_backward_run_in_one_pass(
         assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=FULL)])
 @pytest.mark.parametrize(
     "slices", ["2", pytest.param("4", marks=FULL), pytest.param("8", marks=FULL)]
@@ -141,6 +144,7 @@ DENSE_ROUTING: dict[str, Any] = {  # all experts take all tokens, so that roundi
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "more"),
     [

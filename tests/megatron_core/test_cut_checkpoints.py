@@ -107,6 +107,7 @@ OPTIMIZERS = {
 QUICK = [("distributed-bf16", "four-shards-two-shards-stock")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "journey"),
     [

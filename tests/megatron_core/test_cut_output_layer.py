@@ -117,6 +117,7 @@ def within_rounding(stock: Gradients, ours: Gradients) -> list[str]:
     return found if all_off <= 0.01 else [*found, f"all gradients are off by {all_off}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=FULL if name in ON_REQUEST else ()) for name in CASES],
@@ -205,6 +206,7 @@ def off_in_calls(case: GPTCase, schedule: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "p"),
     [
@@ -359,6 +361,7 @@ def test_an_embedding_that_a_user_has_changed_is_refused_on_all_ranks(ranks: Ran
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [

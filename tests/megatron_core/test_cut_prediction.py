@@ -79,6 +79,7 @@ def differences(case: GPTCase, schedules: list[str]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in USUAL else FULL) for name in CASES]
 )

@@ -237,6 +237,7 @@ GRAPHED = {
 SCHEDULES = ["v-half", "v-zb", "zb-h1", "interleaved"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule"), every_value([*GRAPHED], SCHEDULES, most=4))
 def test_graphs_of_layers_give_what_megatron_gives(
     ranks: RankPools, name: str, schedule: str
@@ -257,6 +258,7 @@ IN_PAIRS = replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scope", "name"),
     every_value(["attn,moe_router", "attn", "moe_router"], SCHEDULES[:2], most=1),
@@ -279,6 +281,7 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule"), every_value([*QUANTIZED], SCHEDULES, most=2))
 def test_quantized_graphs_give_what_megatron_gives(
     ranks: RankPools, name: str, schedule: str

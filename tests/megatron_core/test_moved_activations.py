@@ -58,6 +58,7 @@ def test_what_was_moved_comes_back_as_it_was(ranks: RankPools, what: str, name: 
     assert found == [[]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [
@@ -98,6 +99,7 @@ def evaluated_between(case: GPTCase, schedule: Schedule) -> list[str]:
     return different if losses == others else [f"{others} are not {losses}", *different]
 
 
+@pytest.mark.slow
 @hypothesis.settings(
     max_examples=8,
     deadline=None,
@@ -117,6 +119,7 @@ def test_any_mix_of_states_draws_and_computes_the_same(
     assert found == [[]] * 2
 
 
+@pytest.mark.slow
 @hypothesis.settings(
     max_examples=4,
     deadline=None,

@@ -90,6 +90,7 @@ NAMES = ("v-half", "v-zb", "interleaved", "published dualpipe-v")
 IN_EVERY_RUN = {("shared_expert", "v-half"), ("overlapped_reduction", "interleaved")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "name"),
     [
@@ -120,6 +121,7 @@ def test_of_a_tied_embedding_with_prediction_only_the_rounding_of_a_sum_differs(
         assert float(text.split()[-1]) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "name"),
     [

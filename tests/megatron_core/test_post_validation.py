@@ -82,6 +82,7 @@ PARALLEL = {
 FURTHER = ("data-parallel", "distributed-optimizer", "distributed-optimizer-fp32", "tied")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "schedule", "pipeline"),
     [
@@ -115,6 +116,7 @@ def check_mended(found: list[tuple[Run, Run]], clip: float) -> None:
         assert 0 < len(wrong) < len(validated.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
@@ -133,6 +135,7 @@ def test_wrong_steps_are_mended_in_parallel(ranks: RankPools, name: str, schedul
     check_mended(found, training.clip)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -157,6 +160,7 @@ INFINITE = ((2, 1), (3, 3), (6, 0), (9, 2), (9, 0), (10, 1), (11, 2), (14, 3), (
 SETTLED = (5, 6, 7, 8, 10, 13, 15, MANY - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("training", "mended"),
     [

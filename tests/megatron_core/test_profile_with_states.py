@@ -49,6 +49,7 @@ def losses(adapter: PipelineAdapter, chunks: list[object]) -> list[float]:
     return [float(record["lm loss"]) for record in records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drop", "move"), sizes.first(1, [(0.5, 0.3), (1.0, 0.0), (0.0, 1.0)]))
 def test_the_bytes_are_those_of_a_run_that_keeps_all(
     ranks: RankPools, tmp_path: Path, drop: float, move: float

@@ -126,6 +126,7 @@ def fused(schedule: schedules.Schedule) -> int:
     return sum(p.kind is PassKind.BW for rank in schedule.ranks for p in rank)
 
 
+@pytest.mark.slow
 def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
     case, path = GPTCase(layers=8), tmp_path / "profile.yaml"
     pool = ranks(4)
@@ -165,6 +166,7 @@ def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
     assert len({(stage.activation, stage.held_for_weight) for stage in middle}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -215,6 +217,7 @@ def test_the_profile_of_a_run_with_a_cut_vocabulary(
     assert (kept > 0.5) is (depths > 1)
 
 
+@pytest.mark.slow
 def test_an_encoder_counts_as_a_part_of_the_embedding(ranks: RankPools, tmp_path: Path) -> None:
     case, path = GPTCase(images=(1, 2)), tmp_path / "profile.yaml"
     found = ranks(2).run(train, case=case, schedule="v-half", iterations=ITERATIONS, path=path)
@@ -224,6 +227,7 @@ def test_an_encoder_counts_as_a_part_of_the_embedding(ranks: RankPools, tmp_path
     assert parts.embedding.weight > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -242,6 +246,7 @@ def test_auto_goes_on_with_a_schedule_for_what_it_has_measured(
     check_replanned(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -276,6 +281,7 @@ def check_replanned(found: list[Seen]) -> None:
     assert at_last <= at_first * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_named_schedule_is_built_anew_every_so_often(ranks: RankPools) -> None:
     case, every = GPTCase(), ITERATIONS + 1
     pool = ranks(2)
@@ -323,6 +329,7 @@ SPLIT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_predicted_activations_are_those_that_are_counted(
     ranks: RankPools, tmp_path: Path, schedule: str
@@ -332,6 +339,7 @@ def test_predicted_activations_are_those_that_are_counted(
         assert predicted == pytest.approx(peak, rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["v-half", pytest.param("zb-h1", marks=pytest.mark.full)])
 def test_predicted_activations_count_shards_of_a_cut_vocabulary(
     ranks: RankPools, tmp_path: Path, schedule: str
@@ -537,6 +545,7 @@ def profiled_by_allocator(case: GPTCase, path: Path) -> None:
         change.step, patched.Recorder, torch.cuda.memory_allocated = step, recorder, stock
 
 
+@pytest.mark.slow
 def test_on_a_gpu_the_allocator_says_what_passes_hold(ranks: RankPools, tmp_path: Path) -> None:
     """What autograd says that it saves, and what W is said to need.
 

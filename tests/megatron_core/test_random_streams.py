@@ -128,6 +128,7 @@ def check_equal(ours: Run, reference: Run) -> None:
         assert ours.gradients[name] == reference.gradients[name], name
 
 
+@pytest.mark.slow
 @TIED
 def test_all_schedules_and_sizes_draw_the_same(ranks: RankPools, tied: bool) -> None:
     case = replace(DROPOUT, tied=tied)
@@ -165,6 +166,7 @@ def test_what_is_recomputed_is_drawn_once_more(ranks: RankPools, options: Any) -
         check_equal(gathered(ranks, 2, replace(DROPOUT, options=options), name), reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sequence", [pytest.param(False, marks=pytest.mark.full), True], ids=["tensor", "sequence"]
 )
@@ -192,6 +194,7 @@ def test_experts_draw_the_same_under_every_schedule(ranks: RankPools) -> None:
     assert reference.weights[f"{name} 0"] != reference.weights[f"{name} 1"]
 
 
+@pytest.mark.slow
 @TIED
 def test_multi_token_prediction_draws_the_same(ranks: RankPools, tied: bool) -> None:
     case = replace(DROPOUT, multi_token=2, rotary=True, tied=tied)

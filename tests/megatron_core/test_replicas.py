@@ -92,6 +92,7 @@ def losses(case: GPTCase, schedules: list[str | None], folder: Path) -> list[lis
 QUICK = ("distributed-buckets",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "schedule"),
     [

@@ -141,6 +141,7 @@ def distances(case: GPTCase, name: str, slices: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "name"), every_value([*CASES], SCHEDULES))
 def test_experts_are_as_in_whole_microbatches(ranks: RankPools, what: str, name: str) -> None:
     size = 2 * CASES[what].tensor_parallel * CASES[what].data_parallel

@@ -122,6 +122,7 @@ def distance(case: GPTCase, name: str, slices: str, forward_only: bool) -> float
     return max([*losses, *(off(found.gradients[n], expected.gradients[n]) for n in shared)] or [0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "name"), every_value([*CASES], SCHEDULES))
 def test_a_sliced_step_is_megatrons_up_to_rounding(ranks: RankPools, what: str, name: str) -> None:
     case = CASES[what]
@@ -218,6 +219,7 @@ def on_one_rank(case: GPTCase) -> Outcome:
         return outcomes(case, "1f1b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("p", "slices", "name", "shared"),
     [

@@ -77,16 +77,19 @@ def check(found: list[Noted]) -> None:
         assert sum(noted.host_waits.get(wait, 0) for wait in ONCE) <= MOST_ONCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first(-2, [*ON_TWO]))
 def test_uses_of_memory_are_in_order(ranks: RankPools, name: str) -> None:
     check(ranks(2, Kind.STREAMS).run(run, trial=ON_TWO[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first(-3, [*ON_FOUR]))
 def test_uses_of_memory_are_in_order_with_other_parallelism(ranks: RankPools, name: str) -> None:
     check(ranks(4, Kind.STREAMS).run(run, trial=ON_FOUR[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [1e6, 1.2], ids=["right", "mended"])
 def test_post_validated_steps_are_in_order(ranks: RankPools, clip: float) -> None:
     training = Training(GPTCase(dtype="bfloat16"), clip=clip, iterations=4)
@@ -106,6 +109,7 @@ def test_a_distillation_is_in_order(ranks: RankPools, any_shape: bool) -> None:
     check(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTS)
 def test_planted_bugs_are_found(ranks: RankPools, plant: str) -> None:
     found = ranks(2, Kind.STREAMS).run(run, trial=Trial(**OFFLOADED), plant=plant)

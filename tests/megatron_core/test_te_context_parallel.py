@@ -41,6 +41,7 @@ def differences(case: GPTCase, schedule: str) -> list[str]:
     return gpt_cases.differences(case, schedule, [3], iterations=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"), every_value([*CASES], ["v-half", "zb-h1", "v-zb", "interleaved"])
 )

@@ -62,6 +62,7 @@ def compare(kind: str, recipe: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "recipe"), every_value(KINDS, RECIPES))
 def test_deferred_weight_gradients_equal_those_of_a_whole_backward(
     te_pool: RankPool, kind: str, recipe: str

@@ -83,6 +83,7 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
     every_value([*QUANTIZED], ["v-half", "zb-h1", "v-zb", "interleaved"], most=4),
@@ -92,6 +93,7 @@ def test_quantized_models_equal_megatrons(te_pool: RankPool, name: str, schedule
     assert found == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "schedules"),
     [

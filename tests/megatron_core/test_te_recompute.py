@@ -116,6 +116,7 @@ def expected(case: GPTCase, ranks: int) -> list[tuple[list[str], set[str]]]:
     return [([], {FUNCTIONS[name] for name in modules})] * ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"), every_value([*CASES], ["v-half", "zb-h1", "v-zb", "interleaved"], most=4)
 )
@@ -138,6 +139,7 @@ def test_units_that_are_dropped_or_moved_equal_megatrons(
     assert te_pool.run(compare, case=case, schedule=order) == expected(case, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["dropped", pytest.param("moved", marks=pytest.mark.full)])
 def test_an_older_transformer_engine_equals_megatrons(older_te_pool: RankPool, state: str) -> None:
     """In saved-tensor hooks its modules see no parameter, and so say nothing of ``main_grad``."""

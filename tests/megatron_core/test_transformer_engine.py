@@ -56,6 +56,7 @@ def compare_everywhere(kind: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "TEColumnParallelLinear"])
 def test_gradients_equal_torchs(te_pool: RankPool, kind: str) -> None:
     """And those of deferred W equal those of BW, bit for bit.

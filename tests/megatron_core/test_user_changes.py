@@ -82,6 +82,7 @@ def hides_a_use(case: GPTCase) -> bool:
     return not changes.isdisjoint(WITH_REENTRY) and not changes.isdisjoint(uses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", sizes.first(10, range(60)))
 def test_mixtures_equal_megatrons(ranks: RankPools, number: int) -> None:
     case, schedule = drawn(number)

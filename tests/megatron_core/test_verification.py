@@ -62,6 +62,7 @@ EXPERTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "schedule", "split"),
     [
@@ -93,6 +94,7 @@ def test_a_step_that_recomputes_and_offloads_is_verified(ranks: RankPools, drop:
     assert ", 17 of split layers, are those of an unsplit backward" in said[0][0]
 
 
+@pytest.mark.slow
 def test_a_step_in_overlapped_pairs_is_verified(ranks: RankPools) -> None:
     case = GPTCase(
         dtype="bfloat16",

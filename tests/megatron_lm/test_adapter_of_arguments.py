@@ -348,6 +348,7 @@ def test_a_file_may_move_activations_to_the_host(tmp_path: Path) -> None:
     assert "  1 of 32 activations move to the host and back\n" in adapter.describe() + "\n"
 
 
+@pytest.mark.slow
 def test_activations_move_under_a_limit_where_that_is_faster() -> None:
     flags = "--pipeline-schedule v-half --pipeline-memory-limit 0.4"
     kept = adapter_of(parsed(flags))
@@ -371,6 +372,7 @@ def test_the_host_has_a_limit() -> None:
         adapter_of(parsed("--pipeline-schedule v-half --pipeline-host-limit 0.25"))
 
 
+@pytest.mark.slow
 def test_a_limit_in_bytes_needs_a_profile(tmp_path: Path) -> None:
     """The profile has 200 bytes for each of 8 stages, and what the output layer holds."""
     path = tmp_path / "run.yaml"

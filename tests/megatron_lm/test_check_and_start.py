@@ -110,6 +110,7 @@ def checked(words: list[str], version: str) -> tuple[list[checking.Checked], str
         return [], str(error)
 
 
+@pytest.mark.slow
 def test_both_refuse_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 300 drawn command lines, about half are refused, by dozens of rows."""
     version, rng = installed_series(), random.Random(SEED)

@@ -23,6 +23,7 @@ def test_names_stand_for_the_files_of_the_package(capsys: pytest.CaptureFixture[
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_installed_package_has_them(tmp_path: Path) -> None:
     build = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path)]
     egg_info = ["egg_info", "--egg-base", str(tmp_path)]

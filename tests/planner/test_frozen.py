@@ -67,6 +67,7 @@ def test_v_half_saves_activations_with_adapters_too() -> None:
     )
 
 
+@pytest.mark.slow
 def test_utilization_counts_what_adapters_need() -> None:
     row, whole = planned("--lora")["Megatron 1F1B"], planned()["Megatron 1F1B"]
     of_rate = row["mfu"] / row["tokens_per_second_per_gpu"]

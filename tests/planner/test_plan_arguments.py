@@ -43,6 +43,7 @@ ONE_SETTING = (
 ).split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

@@ -197,11 +197,13 @@ def test_reasons_compare_with_rows_that_are_shown() -> None:
     assert recommendation(plan).startswith("no schedule of this package is worth a change here")
 
 
+@pytest.mark.slow
 def test_a_recommendation_is_what_plan_says() -> None:
     """Of one model here; benchmarks/auto_plans.py --only-recommendations compares all."""
     assert auto_plans.wrong_recommendation(ROOT / "configs" / "models" / "llama2_7b.yaml") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [["zb-h1", "v-zb"], pytest.param(["zb-h1", "auto"], marks=pytest.mark.full)]
 )

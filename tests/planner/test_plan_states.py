@@ -57,6 +57,7 @@ def test_seconds_of_copies_are_those_of_the_link() -> None:
     assert costs.host_limit == host.memory_gib * GIB
 
 
+@pytest.mark.slow
 def test_what_moving_brings_is_told_beside_what_keeps_all() -> None:
     kept, moved = plan(6.2), plan(6.2, moves=True)
     row, usual = moved.with_states, moved.all_kept

@@ -148,6 +148,7 @@ def test_unequal_sequences_cost_more_and_planning_wins_some_of_it_back() -> None
     )
 
 
+@pytest.mark.slow
 def test_more_replicas_wait_for_the_slowest() -> None:
     source = SequenceLengths.read("lognormal:4096:0.9", 16384, packs=False)
     rates = []
@@ -182,6 +183,7 @@ def found_by(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_has_a_second_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--lengths lognormal:2048:0.9 --packing first-fit --seq-length 8192 --schedules v-half"
     printed = found_by(capsys, *words.split(), "--global-batch-size", "8")
@@ -189,6 +191,7 @@ def test_the_command_has_a_second_table(capsys: pytest.CaptureFixture[str]) -> N
     assert "packed evenly into" in printed
 
 
+@pytest.mark.slow
 def test_the_command_has_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--lengths lognormal:2048:0.9 --seq-length 8192 --schedules v-half --format json"
     plan: dict[str, Any] = json.loads(found_by(capsys, *words.split(), "--global-batch-size", "8"))

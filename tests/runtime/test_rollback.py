@@ -136,6 +136,7 @@ def steps_with_a_restart(name: str, num_microbatches: int) -> Restarted:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sizes.AUTO_WITH_FULL)
 @pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.full), 7])
 def test_a_step_that_began_wrongly_ends_like_one_that_did_not(

@@ -141,6 +141,7 @@ FEW = ("1f1b", "interleaved", "zb-h1", "v-half")
 """Schedules that run fewer microbatches than they have ranks in every run, too."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_microbatches"),
     [

@@ -536,6 +536,7 @@ asked.wait()
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_takes_its_watchdog_along() -> None:
     """In the store's own code, a thread that outlives the interpreter aborts the process."""
     done = subprocess.run(

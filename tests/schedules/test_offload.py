@@ -203,6 +203,7 @@ def test_placed_moves_keep_every_rule_and_limit(data: st.DataObject) -> None:
         assert len(copies) == 2 * sum(s in moved.placement.stages_of[rank] for s, _ in moved.moved)
 
 
+@pytest.mark.slow
 def test_auto_moves_where_memory_is_short_and_is_never_slower_for_it(brief_searches: None) -> None:
     p, m = 4, 8
     given: dict[str, Any] = {"pipeline_size": p, "num_microbatches": m, "chunks": 2}
@@ -249,6 +250,7 @@ def test_a_share_of_the_units_of_each_stage_is_dropped(share: float, count: int)
             assert p.kind is not R or behind == Pass(BW, p.stage, p.microbatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "p", "smallest"),
     sizes.first(1, [("v-half", 2, 0.25), ("v-min", 4, 0.125), ("auto", 2, 0.125)]),

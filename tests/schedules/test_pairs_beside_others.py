@@ -138,6 +138,7 @@ def test_below_1f1bs_memory_pairs_with_dropped_units_beat_either(
     assert max(simulate(both, costs).peak_memory) <= 2.0 + 1e-9
 
 
+@pytest.mark.slow
 def test_offload_still_has_no_pairs_to_go_with() -> None:
     costs = costs_of(2).with_offload(seconds=0.1)
     given: dict[str, Any] = {"pipeline_size": 2, "num_microbatches": 3, "memory_limit": 1.0}

@@ -95,6 +95,7 @@ def test_wrong_costs_are_refused(given: dict[str, float], said: str) -> None:
         costs.with_recomputation(**given)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_below_every_order_memory_is_had_by_dropping() -> None:
     """p = 4, a sixth of 1F1B: orders alone need a quarter, one microbatch in each chunk."""
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 8, "memory_limit": 0.17}
@@ -108,6 +109,7 @@ def test_below_every_order_memory_is_had_by_dropping() -> None:
         schedules.build("v-half", **(given | {"memory_limit": 0.1}), costs=costs_of(4, kept=0.05))
 
 
+@pytest.mark.slow
 def test_a_limit_of_half_is_met_faster_by_dropping_some() -> None:
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 16, "memory_limit": 0.5}
     costs = costs_of(4, kept=0.03)
@@ -176,6 +178,7 @@ def test_compiled_or_not_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch)
     assert found[0].dropped
 
 
+@pytest.mark.slow
 @hypothesis.given(st.integers(2, 4), st.integers(1, 8), st.floats(0.3, 1.0))
 @hypothesis.settings(max_examples=sizes.SEARCHES, deadline=None)
 def test_states_never_make_a_request_slower(p: int, m: int, limit: float) -> None:

@@ -74,6 +74,7 @@ def _checked(plan: StepPlan, costs: Costs, limit: list[float]) -> float:
     return timeline.makespan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("p", "m"), sizes.first(1, [(4, 8), (8, 16), (8, 32), (8, 4)]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_is_never_slower_than_the_given_order(p: int, m: int, kind: str) -> None:
@@ -261,6 +262,7 @@ def test_a_table_whose_passes_keep_their_order_runs_nearly_equal_microbatches(se
     assert plan_step(table, unequal, [limit] * 4) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sizes.first(3, range(10)))
 def test_a_limit_is_kept_without_recomputation_if_no_order_of_its_table_keeps_it(seed: int) -> None:
     plain = _costs(4)

@@ -163,6 +163,7 @@ def test_a_page_refuses_uneven_microbatches() -> None:
         html_drawing.costs(table)
 
 
+@pytest.mark.slow
 @settings(max_examples=60 if sizes.IS_FULL else 15)
 @given(
     name=st.sampled_from(["zb-h1", "v-min", "v-half", "v-zb", "1f1b-v", "zb-2p"]),

@@ -48,6 +48,7 @@ def test_pairs_of_earlier_runs_are_left_out() -> None:
     assert not list(covering_array(SMALL, "other", every))
 
 
+@pytest.mark.slow
 def test_a_draw_follows_from_its_seed_and_keeps_the_rules() -> None:
     space = space_of("0.19")
     first = draw(space, "1/2")

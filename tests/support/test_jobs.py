@@ -36,6 +36,7 @@ def test_a_rank_that_is_killed_is_told_with_its_signal(tmp_path: Path) -> None:
     assert (ended.code, ended.stderr) == (1, "rank 1: Signal 9 (SIGKILL)\n")
 
 
+@pytest.mark.slow
 def test_a_process_that_a_rank_leaves_behind_is_found_and_ended(tmp_path: Path) -> None:
     source = "print(subprocess.Popen(['sleep', '100']).pid, flush=True)"
     ended = run_job(1, program(tmp_path, source), [], 60)

@@ -150,6 +150,7 @@ def test_what_a_test_reaches_is_recorded_also_in_processes_that_it_starts(tree: 
     assert sorted(found.tests_of(returned)) == by_subprocess
 
 
+@pytest.mark.slow
 def test_a_mutant_is_killed_by_a_test_or_survives_or_hangs(tree: Path) -> None:
     tests = ["tests/test_it.py::test_nothing", "tests/test_it.py::test_largest"]
 

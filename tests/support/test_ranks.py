@@ -201,6 +201,7 @@ def test_no_process_outlives_its_pool() -> None:
     assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_ranks_end_when_the_test_process_is_killed(tmp_path: Path) -> None:
     """Also when they are in the middle of a case."""
     written = tmp_path / "pids"

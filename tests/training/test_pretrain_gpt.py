@@ -145,6 +145,7 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return run
 
 
+@pytest.mark.slow
 def test_losses_are_stocks_while_memory_is_measured(whole: Whole) -> None:
     (stock, _), (ours, _) = whole(None), whole("v-half")
     assert list(stock.by_iteration("lm_loss")) == list(range(1, ITERATIONS + 1))
@@ -159,6 +160,7 @@ def test_losses_are_stocks_while_memory_is_measured(whole: Whole) -> None:
     assert all(peak > 0 for peak in (*stock.peaks, *ours.peaks))
 
 
+@pytest.mark.slow
 def test_mock_data_needs_no_file(tmp_path: Path) -> None:
     data = {"--mock-data": True, "--tokenizer-type": "NullTokenizer", "--vocab-size": 64}
     flags = {**data, "--split": None, "--train-iters": 3}
@@ -172,6 +174,7 @@ def test_mock_data_needs_no_file(tmp_path: Path) -> None:
         assert sliced.by_iteration(key) == pytest.approx(own.by_iteration(key), rel=1e-6, abs=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [("v-half", "v-half"), (None, "v-half"), ("v-half", None)]
 )
@@ -191,6 +194,7 @@ def test_training_continues_from_a_checkpoint(
     assert continued.by_iteration("grad_norm") == pytest.approx(norms, rel=tolerance, abs=0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_data_is_refused_or_allowed(
     whole: Whole, corpus: str, tmp_path: Path
 ) -> None:
@@ -222,6 +226,7 @@ def test_a_checkpoint_of_other_data_is_refused_or_allowed(
         first = losses
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_every_other_schedule(corpus: str, tmp_path: Path) -> None:
     """Also after a resume; Megatron's own draws are those of one stream for each rank."""
     flags: Flags = {"--data-path": corpus, "--hidden-dropout": 0.1, "--attention-dropout": 0.1}
@@ -270,6 +275,7 @@ def test_tensor_parallel_ranks_continue_with_their_random_states(
     assert other.by_iteration("lm_loss") != resumed.by_iteration("lm_loss")
 
 
+@pytest.mark.slow
 def test_without_the_flag_megatron_is_as_it_was(corpus: str, tmp_path: Path) -> None:
     """Nothing that carries out schedules is imported, and nothing in Megatron is replaced."""
     report = tmp_path / "report"
@@ -291,6 +297,7 @@ def test_without_the_flag_megatron_is_as_it_was(corpus: str, tmp_path: Path) -> 
         assert found["in_megatron"] == []
 
 
+@pytest.mark.slow
 def test_v_schedules_hold_fewer_activations(corpus: str, tmp_path: Path) -> None:
     """The shapes of the quickstart, a quarter of its width."""
     flags = {
@@ -315,6 +322,7 @@ def test_v_schedules_hold_fewer_activations(corpus: str, tmp_path: Path) -> None
     assert stock.by_iteration("lm_loss") == least.by_iteration("lm_loss")
 
 
+@pytest.mark.slow
 def test_losses_are_stocks_with_balanced_layers(corpus: str, tmp_path: Path) -> None:
     """The output layer counts for two and a half layers and stands alone on its stage."""
     flags = {"--data-path": corpus, "--vocab-size": 1024, "--train-iters": 3}
@@ -325,6 +333,7 @@ def test_losses_are_stocks_with_balanced_layers(corpus: str, tmp_path: Path) -> 
     assert "layers are balanced for an embedding that counts for 0.00 layers" in balanced.printed
 
 
+@pytest.mark.slow
 def test_losses_are_stocks_with_a_cut_vocabulary(corpus: str, tmp_path: Path) -> None:
     """But for the order of sums; and stock goes on with the checkpoint."""
     flags = {"--data-path": corpus, "--vocab-size": 1024, "--train-iters": 6}
@@ -408,6 +417,7 @@ def test_ranks_with_different_schedules_end(
     check_report(run_job(2, program, [json.dumps(own), *flags], SECONDS_TO_REPORT), *parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "number", "says"),
     [

@@ -171,6 +171,7 @@ def test_help_teaches(script: str) -> None:
     assert "--dry-run" in done.stdout
 
 
+@pytest.mark.slow
 def test_shell_scripts_are_clean() -> None:
     folders = ("scripts", "benchmarks", "examples")
     scripts = [ROOT / ".ci" / "run", *(s for name in folders for s in ROOT.glob(f"{name}/**/*.sh"))]

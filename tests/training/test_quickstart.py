@@ -210,6 +210,7 @@ def test_missing_data_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"there is no {prefix}.idx: make it with" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_a_failed_run_ends_the_quickstart_with_its_words(
     ranks: int,

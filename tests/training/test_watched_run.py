@@ -55,6 +55,7 @@ def test_a_failure_has_the_status_and_the_last_words(tmp_path: Path) -> None:
     assert str(caught.value).endswith("some words\nlast words")
 
 
+@pytest.mark.slow
 def test_a_failure_of_ranks_is_not_hidden_by_torchruns_report(tmp_path: Path) -> None:
     rank = tmp_path / "rank.py"
     rank.write_text("raise SystemExit('what is wrong')\n")

@@ -1,0 +1,39 @@
+"""Which slow tests a whole run tries: those that a seed draws, another part for every commit.
+
+Comparisons of trainings take seconds each, and all of them together half an hour on two cores. A
+run that is given a seed tries one in four of them, and a few of the combinations marked full, which
+no ordinary run tries. Several commits try what one leaves out; --full leaves out nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+import pytest
+
+ONE_OF = {"slow": 4, "full": 100}
+"""Of how many tests with this mark one is drawn."""
+
+
+def left_out(items: Iterable[pytest.Item], seed: str | None) -> dict[str, list[pytest.Item]]:
+    """Return the tests that a run leaves out, by their mark.
+
+    Args:
+        items: all tests.
+        seed: any text; without it, slow tests are all tried, and those marked full are not.
+    """
+    found: dict[str, list[pytest.Item]] = {mark: [] for mark in ONE_OF}
+    for item in items:
+        marks = [mark for mark in ONE_OF if item.get_closest_marker(mark)]
+        if not marks:
+            continue
+        mark = marks[-1]  # of a slow test's combinations, those marked full are as all others
+        if not (mark == "slow" if seed is None else _is_drawn(item, seed, ONE_OF[mark])):
+            found[mark].append(item)
+    return found
+
+
+def _is_drawn(item: pytest.Item, seed: str, one_of: int) -> bool:
+    """Return the same in every process, whatever the other tests are."""
+    return zlib.crc32(f"{seed} {item.nodeid}".encode()) % one_of == 0
