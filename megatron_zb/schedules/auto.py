@@ -7,6 +7,7 @@ faster for the costs that are given, whatever a search finds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -45,13 +46,13 @@ _ONE_CHUNK: tuple[_Family, ...] = (
     families.one_f_one_b,
     families.gpipe,
 )
-_V: tuple[_Family, ...] = (
-    families.v_zb,
-    families.dualpipe_v,
-    families.v_half,
-    families.v_min,
-    families.one_f_one_b_v,
-)
+_V: dict[_Family, Callable[[int], float]] = {  # with their peaks on so many ranks
+    families.v_zb: float,
+    families.dualpipe_v: families.dualpipe_v_peak,
+    families.v_half: families.v_half_peak,
+    families.v_min: families.v_min_peak,
+    families.one_f_one_b_v: families.one_f_one_b_v_peak,
+}
 
 
 def auto(request: Request) -> Schedule:
@@ -207,7 +208,7 @@ def _paired(
 ) -> Schedule:
     """Return the fastest of known orders, with pairs and without, and of what a search joins."""
     p, m = request.pipeline_size, request.num_microbatches
-    known = [_quick(request, placement)]
+    known = [_quick(request, placement), *_named(placement, request)]
     if _is_loop(placement):
         known.append(families.overlapped(p, m, placement.chunks))
     elif placement == wave(p, 2) and m >= 2 * p:
@@ -217,6 +218,26 @@ def _paired(
     seconds = _SECONDS_OF_PAIRS if placement.chunks == 2 else _SECONDS_OF_PAIRS / 4
     best = with_pairs([*found[:_STARTS], *fitting], request, 2.0 * p, seconds)
     return replace(best, name="auto")
+
+
+def _named(placement: Placement, request: Request) -> list[Schedule]:
+    """Return the named schedules of a placement that can be built.
+
+    Where a limit makes two of them the same problem, the first is enough.
+    """
+    p, chunks = request.pipeline_size, placement.chunks
+    peaks: dict[_Family, Callable[[int], float]] = {}
+    if placement == wave(p, 2):
+        peaks = _V
+    elif chunks % 2 == 0 and placement == wave(p, chunks):
+        peaks = {wave_schedule: float}
+    found: dict[tuple[bool, tuple[float, ...]], Schedule] = {}
+    for family, peak in peaks.items():
+        problem = family is families.one_f_one_b_v, request.limits(placement, peak(p))
+        if problem not in found:
+            with suppress(UsageError):
+                found[problem] = family(replace(request, chunks=chunks, group_size=None))
+    return [*found.values()]
 
 
 def _without_pairs(

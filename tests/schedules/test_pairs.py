@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -327,6 +328,41 @@ def test_pairs_are_no_slower_than_the_same_request_without_them(
     promised = schedules.catalog.family(name).peak
     allowed = max(allowed, p if promised is None else promised(p, m))
     assert max(simulate(joined, costs).peak_activation) <= allowed + 1e-9
+
+
+def drawn_costs(dice: random.Random, p: int) -> Costs:
+    """Costs of 2p stages that all differ."""
+
+    def each(low: float, high: float) -> list[float]:
+        return [dice.uniform(low, high) for _ in range(2 * p)]
+
+    return Costs.of_slices(
+        pipeline_size=p,
+        forward=each(0.5, 1.5),
+        backward=each(0.5, 1.5),
+        weight=each(0.3, 1),
+        p2p=0.05,
+        activation=each(0.5, 1.5),
+    ).with_communication(forward=each(0, 0.8), backward=each(0, 0.8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", sizes.first(1, [3, 5, 6, 7, 8]))
+def test_auto_is_no_slower_than_a_named_schedule_with_pairs(seed: int) -> None:
+    dice = random.Random(seed)
+    p = dice.choice([2, 3, 4])
+    m, costs = dice.randint(p, 3 * p), drawn_costs(dice, p)
+    limit = dice.choice([0.6, 0.8, 1.0, 1.5])
+
+    def seconds(name: str, **more: Any) -> float:
+        schedule = schedules.build(
+            name, pipeline_size=p, num_microbatches=m, costs=costs, memory_limit=limit, **more
+        )
+        return simulate(schedule, costs).makespan
+
+    best = seconds("auto", placement=v_shape(p))
+    for name in ("v-zb", "v-half", "v-min", "1f1b-v", "dualpipe-v"):
+        assert best <= seconds(name) * (1 + 1e-9)
 
 
 def test_pairs_pay_where_there_is_communication() -> None:
