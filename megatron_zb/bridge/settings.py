@@ -20,7 +20,6 @@ _ELSEWHERE = (
     "enable_optimizer_post_validation",
     "pipeline_allow_other_data",
     "pipeline_schedule_cache",
-    "pipeline_slices",
     "post_validation_snapshot",
 )
 
@@ -42,6 +41,8 @@ class Settings(ScheduleSettings):
         num_virtual_stages_per_pipeline_rank: chunks, where the schedule has the choice.
         microbatch_group_size_per_vp_stage: of schedules that take a group size.
         pipeline_model_parallel_layout: layers of every stage in model order, ``Ett|tt|tt|ttL``.
+        pipeline_slices: token slices of every microbatch, a number or ``auto``. The trainer's data
+            are then dictionaries of tensors with the sequence as an axis, not packed.
         pipeline_layer_layout: ``auto`` or a file of ``--pipeline-profile`` balances them.
         pipeline_vocabulary: ``on`` cuts output layer and embedding over the pipeline ranks of one
             model, which is then called with labels alone; ``auto`` where that is faster.

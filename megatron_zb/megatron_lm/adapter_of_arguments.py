@@ -85,7 +85,7 @@ def adapter_of(
     keeps_places = adapter.placed.keeps_places or not _is_placed(args)
     draws = asks_for_layer_streams(args.pipeline_random_streams, keeps_places)
     refusals.check(asked.known((adapter.schedule.placement,), draws_by_layer=draws))
-    if adapter.current.slicing is not None:
+    if adapter.current.slicing is not None and steps_done is None:  # the data is Megatron-LM's
         part = adapter.part(SlicesPart)
         part.reading, part.documents = _reading_slice, _documents(args)
         # it is one of whole sequences

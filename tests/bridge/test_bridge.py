@@ -200,6 +200,17 @@ def test_a_provider_trains_with_states_as_with_megatrons_schedule(
     assert same(found[1], weights)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v-half", pytest.param("zb-h1", marks=FULL)])
+def test_a_provider_trains_on_token_slices_to_megatrons_losses(ranks: RankPools, name: str) -> None:
+    """But for the order of sums."""
+    job = ranks(2)
+    [expected], weights = whole(job.run(provided, name=None))
+    [found], others = whole(job.run(provided, name=name, pipeline_slices=4))
+    assert found == pytest.approx(expected, rel=2e-6)
+    assert others.keys() == weights.keys()
+
+
 @pytest.mark.parametrize(
     ("name", "vocabulary"), [("v-half", "on"), pytest.param("zb-h1", "on", marks=FULL)]
 )

@@ -395,24 +395,33 @@ def pretrain(
     return losses, weights_of(chunks)
 
 
-def _whole_samples(step: int) -> Iterator[torch.Tensor]:
+Sample = dict[str, torch.Tensor]
+
+
+def _whole_samples(step: int) -> Iterator[Sample]:
     draw = torch.Generator().manual_seed(step)
     while True:
-        yield torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=draw)
+        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=draw)
+        positions = torch.arange(LENGTH).expand(BATCH, -1)
+        yield {
+            "tokens": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "loss_mask": torch.ones(BATCH, LENGTH),
+            "position_ids": positions,
+        }
 
 
-def _step_of_provider(groups: Any, data: Iterator[torch.Tensor], model: Any) -> tuple[Any, Any]:
+def _step_of_provider(groups: Any, data: Iterator[Sample], model: Any) -> tuple[Any, Any]:
     """A stage is given what its place asks for, as it finds that out itself."""
     config, stage = get_model_config(model), model.module.vp_stage
     size = config.virtual_pipeline_model_parallel_size
-    tokens = next(data)
+    sample = next(data)
     first = is_pp_first_stage(groups.pp) and is_vp_first_stage(stage, size)
     last = is_pp_last_stage(groups.pp) and is_vp_last_stage(stage, size)
-    positions = torch.arange(LENGTH).expand(BATCH, -1)
     output = model(
-        tokens[:, :-1] if first else None,
-        positions if first else None,
+        sample["tokens"] if first else None,
+        sample["position_ids"] if first else None,
         None,
-        labels=tokens[:, 1:] if last else None,
+        labels=sample["labels"] if last else None,
     )
-    return output, partial(_train, tokens[:, 1:])
+    return output, partial(_train, sample["labels"])
