@@ -18,6 +18,7 @@ from megatron.core.parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 from megatron.core.transformer.utils import sharded_state_dict_default
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_zb_distill.blocks import Embedding, OutputHead
 from megatron_zb_distill.place import Holders
@@ -152,8 +153,11 @@ def load_teacher(path: Path, part: TeacherPart, copies: Holders) -> None:
 
 
 def _are_alike(path: Path) -> bool:
-    """Return whether all layers of a checkpoint are slices of the same tensors."""
-    stored = read(path, lambda: dist_checkpointing.load_tensors_metadata(str(path)), FLAG)
+    """Return whether all layers of a checkpoint are slices of the same tensors.
+
+    Names are read by torch: megatron-core's own way fails with the metadata of torch 2.15.
+    """
+    stored = read(path, lambda: FileSystemReader(path).read_metadata().state_dict_metadata, FLAG)
     return not any(name.startswith(f"{_LAYERS}0.") for name in stored)
 
 

@@ -29,8 +29,9 @@ from distillation_cases import (
     learnt_alone,
     learnt_in_pipeline,
 )
-from megatron.core import dist_checkpointing
 from ranks import Kind, RankPools
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_zb.errors import UsageError
 from megatron_zb_distill import checkpoint
@@ -174,8 +175,14 @@ def test_a_split_run_continues_split_or_whole(
 
 def tensors_of(path: str) -> dict[str, torch.Tensor]:
     """Every tensor of a student's checkpoint."""
-    found = dist_checkpointing.load_plain_tensors(f"{path}/iter_{STEPS - 1:07d}")
-    return {name: value for name, value in found.items() if torch.is_tensor(value)}
+    files = FileSystemReader(f"{path}/iter_{STEPS - 1:07d}")
+    found = {
+        name: torch.empty(of.size, dtype=of.properties.dtype)
+        for name, of in files.read_metadata().state_dict_metadata.items()
+        if isinstance(of, TensorStorageMetadata)
+    }
+    load(found, storage_reader=files, no_dist=True)
+    return found
 
 
 @pytest.mark.parametrize(
