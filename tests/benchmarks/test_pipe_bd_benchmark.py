@@ -51,7 +51,8 @@ def test_a_library_is_timed_in_three_ways() -> None:
     words = "--ranks 2 --blocks 2 --microbatches 2 --steps 1 --repetitions 1"
     done = run_script(SCRIPT.with_name("library_of_blocks.py"), *words.split())
     assert done.code == 0, done.stderr
-    cases = json.loads(done.stdout.splitlines()[-1])["cases"]
+    [found] = json.loads(done.stdout.splitlines()[-1])["results"]
+    cases = found["cases"]
     assert len(cases) == 3
     for ways in cases.values():
         assert all(way["seconds"] >= 0.98 * way["predicted"] for way in ways.values())
