@@ -30,7 +30,8 @@ def test_all_ways_are_timed_and_train_the_same(tmp_path: Path) -> None:
     done = run_script(
         SCRIPT,
         *"--ranks 2 --blocks 3 --student 4 --steps 2 --repetitions 1 --microbatches 4".split(),
-        *"--real-blocks 3 --hidden 32 --seq-length 16 --micro-batch 2 --output".split(),
+        *"--real-blocks 3 --hidden 32 --seq-length 16 --micro-batch 2".split(),
+        *"--batch-blocks 3 --batch 4 --tokens 8 16 --output".split(),
         str(path),
     )
     assert done.code == 0, done.stderr
@@ -45,6 +46,10 @@ def test_all_ways_are_timed_and_train_the_same(tmp_path: Path) -> None:
     assert list(real["ways"]) == WAYS
     assert 0 < real["difference"] < 1e-4
     assert min(real["block_ms"]["student"]) > 0
+    assert [case["tokens"] for case in line["batches"]] == [8, 16]
+    for case in line["batches"]:
+        assert list(case["ways"]) == [*WAYS[:3], "pipe-bd, shares"]
+        assert 0 < case["difference"] < 1e-4  # a whole batch teaches what its shares do together
 
 
 def test_a_library_is_timed_in_three_ways() -> None:
