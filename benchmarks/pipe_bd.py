@@ -32,7 +32,8 @@ the simulator's, or on paper for data-parallel ways. "processor s" is the proces
 busiest rank: what a step takes at least, however many others share the cores. Where they do, that
 compares the ways better than the clock; it means nothing for blocks that sleep.
 
-Prints tables and, last, one JSON line; --output writes that into a file as well.
+Prints tables and, last, one JSON line; --output writes that into a file as well, in which what is
+skipped stays as it is.
 
 Examples:
   benchmarks/pipe_bd.py
@@ -85,19 +86,33 @@ _OfRank = Callable[[argparse.Namespace], list[dict[str, Any]]]
 
 def main() -> None:
     args = _arguments()
-    result: dict[str, Any] = {"published": PUBLISHED, "machine": _machine()}
+    result: dict[str, Any] = {"published": PUBLISHED, "machine": {}}
     if not args.skip_sleeping:
-        result["sleeping"] = _on_ranks(_sleeping_rank, args.ranks, args)
+        _measure(result, "sleeping", _sleeping_rank, args.ranks, args)
     if not args.skip_real:
-        result["real"] = _on_ranks(_real_rank, args.real_ranks, args)
+        _measure(result, "real", _real_rank, args.real_ranks, args)
     if not args.skip_batches:
-        result["batches"] = _on_ranks(equal_batches.of_rank, args.real_ranks, args)
-    result["machine"]["load_after"] = round(os.getloadavg()[0], 2)
+        _measure(result, "batches", equal_batches.of_rank, args.real_ranks, args)
     _report(result, args)
-    line = json.dumps(result)
     if args.output is not None:
-        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(line, flush=True)
+        _write(args.output, result)
+    print(json.dumps(result), flush=True)
+
+
+def _measure(
+    result: dict[str, Any], part: str, of_rank: _OfRank, ranks: int, args: argparse.Namespace
+) -> None:
+    machine = _machine()
+    result[part] = _on_ranks(of_rank, ranks, args)
+    result["machine"][part] = machine | {"load_after": round(os.getloadavg()[0], 2)}
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    """Write the parts that were measured; the others stay as the file has them."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    machine = kept.get("machine", {}) | result["machine"]
+    written = kept | result | {"machine": machine}
+    path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:
@@ -262,12 +277,12 @@ def _report(result: dict[str, Any], args: argparse.Namespace) -> None:
             f"by {case['difference']:.1e}"
         )
         console.print(_table(title, case))
-    machine = result["machine"]
     console.print(
-        f"published, on 4 GPUs and 6 blocks: {low} to {high} times the data-parallel practice. "
-        f"Here: {machine['cores']} cores, load {machine['load_before']} before and "
-        f"{machine['load_after']} after."
+        f"published, on 4 GPUs and 6 blocks: {low} to {high} times the data-parallel practice"
     )
+    for part, machine in result["machine"].items():
+        loads = f"load {machine['load_before']} before and {machine['load_after']} after"
+        console.print(f"{part}: {machine['cores']} cores, {loads}")
 
 
 def _table(title: str, case: dict[str, Any]) -> Table:

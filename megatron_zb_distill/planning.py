@@ -40,8 +40,6 @@ from megatron_zb_plan.work import Workload
 
 _LOSS = 12
 """Bytes of traffic for each element of a block's output in the loss and its gradient."""
-_EACH = (PassKind.T, PassKind.S)
-"""Passes of every microbatch."""
 
 
 @dataclass(frozen=True)
@@ -264,12 +262,18 @@ def _stages(
     else:
         ends = [(str(block), str(block)) for block in range(costs.num_blocks)]
     seconds = costs.stage_costs(distribution).seconds
+
+    def of_step(stage: int, kind: PassKind) -> float:
+        ranks = distribution.ranges[stage][1]
+        return job.microbatches // len(ranks) * seconds[kind][stage]
+
     return tuple(
         DistillPlanStage(
             ends[held.start][0],
             ends[held.stop - 1][1],
             len(ranks),
-            *(job.microbatches // len(ranks) * seconds[kind][stage] for kind in _EACH),
+            of_step(stage, PassKind.T),
+            of_step(stage, PassKind.S),
             seconds[PassKind.U][stage],
         )
         for stage, (held, ranks) in enumerate(distribution.ranges)
