@@ -43,8 +43,8 @@ def sleeping_table(cells: Iterable[dict[str, Any]]) -> list[str]:
         rows.append(
             [f"{student_ms:g}", times, *(f"{min(each):.2f}-{max(each):.2f}" for each in gains)]
         )
-    blocks = f"{counts[0]} to {counts[-1]} blocks"
-    return table(["students, ms", f"times of {blocks}", *map(_named, ways)], rows)
+    blocks = f"{counts[0]}-{counts[-1]} blocks"
+    return table(["students, ms", f"times, {blocks}", *map(_named, ways)], rows)
 
 
 def computing_table(cells: Iterable[dict[str, Any]]) -> list[str]:
@@ -62,7 +62,7 @@ def computing_table(cells: Iterable[dict[str, Any]]) -> list[str]:
         for cell, of in zip(cells, gains, strict=True)
     ]
     return [
-        f"By processor time of the busiest rank, speedups differ by at most {max(off):.2f}.",
+        f"By processor time, they differ by at most {max(off):.2f}.",
         "",
         *table(["blocks", f"{BASE}, s", *map(_named, ways)], rows),
     ]
@@ -77,10 +77,10 @@ def batches_table(cells: Iterable[dict[str, Any]]) -> list[str]:
     ]
     batch, blocks = cells[0]["batch"], cells[0]["blocks"]
     return [
-        f"Equal batches, {batch} samples a step for {blocks} blocks, by processor time, with whole",
-        "batches for pipe-bd, or the shares of data-parallel ranks:",
+        f"Steps of {batch} samples, {blocks} blocks, by processor time; pipe-bd has microbatches of "
+        f"{batch}, the others of {batch // 2}:",
         "",
-        *table(["tokens a sample", *(cell["tokens"] for cell in cells)], rows),
+        *table(["tokens", *(cell["tokens"] for cell in cells)], rows),
     ]
 
 

@@ -90,7 +90,7 @@ def test_ways_to_distil_are_ranked_and_the_chosen_one_is_the_first() -> None:
 
 
 def test_candidates_of_a_library_are_placed_one_by_one() -> None:
-    shapes = [{"mlp": {"ffn_fraction": 0.5}}, {"mlp": {"kind": "no_op"}}]
+    shapes: list[dict[str, Any]] = [{"mlp": {"ffn_fraction": 0.5}}, {"mlp": {"kind": "no_op"}}]
     library = job(*shapes, gpus=6, global_batch=7, tokens=1e6)
     apart, whole = rows(library)[:2]
     assert (apart.name, whole.name) == ("pipe-bd, candidates apart", "pipe-bd, whole blocks")
