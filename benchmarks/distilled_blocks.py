@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -123,25 +123,38 @@ class _Layer(torch.nn.Module):
         return x + self.down(torch.nn.functional.gelu(up))
 
 
-class RealBlocks:
-    """Transformer layers on this process's one core, in fp32; students have SGD with momentum."""
+_SAMPLES, _VOCABULARY = 256, 1024
+"""Of the text that real blocks read."""
 
-    def __init__(self, number: int, sizes: Sizes, costs: BlockCosts | None = None) -> None:
+
+class RealBlocks:
+    """Transformer layers on this process's one core, in fp32; students have SGD with momentum.
+
+    Data are tokens in memory, whose embedding is read. ``share`` multiplies the learning rate: a
+    microbatch's share of the batch makes of the sum of its microbatches' means the batch's mean.
+    """
+
+    def __init__(
+        self, number: int, sizes: Sizes, costs: BlockCosts | None = None, share: float = 1.0
+    ) -> None:
         torch.manual_seed(0)
         self._sizes = sizes
         self._teachers = [_Layer(sizes, 4 * sizes.hidden) for _ in range(number)]
         self._students = [_Layer(sizes, 2 * sizes.hidden) for _ in range(number)]
         self._optimizers = [
-            torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.9)
+            torch.optim.SGD(student.parameters(), lr=0.1 * share, momentum=0.9)
             for student in self._students
         ]
         for teacher in self._teachers:
             teacher.requires_grad_(False)
+        self._text = torch.randint(_VOCABULARY, (_SAMPLES, sizes.seq_length))
+        self._embedding = torch.randn(_VOCABULARY, sizes.hidden)
         self.costs = costs or BlockCosts.of(teacher=[1.0] * number, student=[1.0] * number)
 
     def read(self, microbatch: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(microbatch)
-        return torch.randn(self.empty().shape, generator=generator)
+        number = self._sizes.micro_batch
+        samples = torch.arange(microbatch * number, (microbatch + 1) * number) % _SAMPLES
+        return torch.nn.functional.embedding(self._text[samples], self._embedding)
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self._sizes.micro_batch, self._sizes.seq_length, self._sizes.hidden)
@@ -177,6 +190,16 @@ class RealBlocks:
 
     def weights(self, block: int) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self._students[block].parameters()])
+
+
+def reading_time(blocks: RealBlocks, repetitions: int = 20) -> float:
+    """Processor seconds that reading a microbatch takes."""
+    return _busy(partial(blocks.read, 0), repetitions)
+
+
+def milliseconds(seconds: Iterable[float]) -> list[float]:
+    """As they are written into results."""
+    return [round(1000 * each, 3) for each in seconds]
 
 
 def measured_costs(blocks: RealBlocks, number: int, repetitions: int = 5) -> BlockCosts:

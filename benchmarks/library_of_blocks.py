@@ -12,13 +12,14 @@ Times are those of benchmarks/pipe_bd.py: 4 ms for the teacher's forward, 12 ms 
 size. The first library has a half MLP, a quarter, a half without attention, and no MLP, in layers
 with the shares of Llama 3 8B: 60, 40, 40 and 19 % of the weights.
 
-Prints a table and, last, one JSON line; --output writes that into a file as well.
+Prints tables and, last, one JSON line; --output writes that into a file as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -26,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import provenance
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -102,7 +104,7 @@ class _Way:
 
     def __init__(self, costs: BlockCosts, args: argparse.Namespace) -> None:
         m, self._steps = args.microbatches, args.steps
-        best = distribute(costs, args.ranks, m)
+        best = distribute(costs, dist.get_world_size(), m)
         self.predicted = predicted(costs, best, m, self._steps)
         blocks = SleepingBlocks(costs)
         if isinstance(costs, CandidateCosts):
@@ -140,10 +142,10 @@ def _case(shares: Sequence[float], args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _rank(rank: int, args: argparse.Namespace, folder: str) -> None:
+def _rank(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=args.ranks
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
     )
     cases = {name: _case(shares, args) for name, shares in LIBRARIES.items()}
     if rank == 0:
@@ -152,31 +154,42 @@ def _rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def _on_ranks(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank, (ranks, args, folder), ranks, start_method="fork")
+        cases = json.loads((Path(folder) / "result.json").read_text())
+    return {"ranks": ranks, "blocks": args.blocks, "cases": cases}
+
+
+def _table(found: dict[str, Any]) -> Table:
+    table = Table(title=f"{found['blocks']} blocks on {found['ranks']} ranks that sleep")
+    for title in ("candidates", "way", "ms a step", "predicted", "speedup", "predicted"):
+        table.add_column(title)
+    for library, ways in found["cases"].items():
+        first = ways["one after the other"]
+        for name, way in ways.items():
+            figures = [f"{1000 * way[what]:.1f}" for what in ("seconds", "predicted")]
+            gains = [f"{first[what] / way[what]:.2f}" for what in ("seconds", "predicted")]
+            table.add_row(library, name, *figures, *gains)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=4, help="(default 4)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 6], help="(default 4 6)")
     parser.add_argument("--blocks", type=int, default=8, help="(default 8)")
     parser.add_argument("--microbatches", type=int, default=8, help="per step (default 8)")
     parser.add_argument("--steps", type=int, default=8, help="in a row (default 8)")
     parser.add_argument("--repetitions", type=int, default=3, help="of all that (default 3)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there, too")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (args, folder), args.ranks, start_method="fork")
-        cases = json.loads((Path(folder) / "result.json").read_text())
-    table = Table(title=f"{args.blocks} blocks on {args.ranks} ranks that sleep")
-    for title in ("candidates", "way", "ms a step", "predicted", "speedup", "predicted"):
-        table.add_column(title)
-    for library, ways in cases.items():
-        first = ways["one after the other"]
-        for name, way in ways.items():
-            figures = [f"{1000 * way[what]:.1f}" for what in ("seconds", "predicted")]
-            gains = [f"{first[what] / way[what]:.2f}" for what in ("seconds", "predicted")]
-            table.add_row(library, name, *figures, *gains)
-    Console().print(table)
-    result = {"ranks": args.ranks, "blocks": args.blocks, "cases": cases}
+    result = provenance.of_this_run() | {"load": [round(os.getloadavg()[0], 2)]}
+    result["results"] = [_on_ranks(ranks, args) for ranks in args.ranks]
+    result["load"].append(round(os.getloadavg()[0], 2))
+    for found in result["results"]:
+        Console().print(_table(found))
     if args.output is not None:
         args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result), flush=True)

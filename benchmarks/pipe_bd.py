@@ -15,14 +15,16 @@ On the same ranks and the same microbatches, a step is carried out in these ways
   - decoupled update   the same, but a step begins when all ranks have ended the one before
   - distribution       the same, but every rank has as many blocks as any other
 
-There are two measurements. In the first, blocks sleep for the times that are given: any machine
+There are three measurements. In the first, blocks sleep for the times that are given: any machine
 does, because sleeping ranks need no cores. The times given by default are those of transformer
 layers of hidden size 4096 on 4096 tokens (200 million weights), at 400 TFLOP/s, with gradients in
 fp32 summed over links of 50 GB/s: 4 ms for the teacher's forward, three times that for a student of
 the same size, 16 ms for its gradients to pass a link. In the second measurement they are
 transformer layers in fp32, each rank on one core, with the times of the blocks measured first;
 students have half the MLP. There the students must come out the same in all ways: how far they
-differ is printed, as a share of how far they have come.
+differ is printed, as a share of how far they have come. In the third, the batch of a step is equal
+instead of the microbatch, as in published work: a data-parallel rank has its share in one go, a
+pipelined rank the whole batch ("pipe-bd, shares" has the microbatches of data-parallel ranks).
 
 The time of a step is that of many in a row, fill and drain included: from a barrier before the
 first to the end of the last rank in the last, and the median over the repetitions. "predicted" is
@@ -30,12 +32,14 @@ the simulator's, or on paper for data-parallel ways. "processor s" is the proces
 busiest rank: what a step takes at least, however many others share the cores. Where they do, that
 compares the ways better than the clock; it means nothing for blocks that sleep.
 
-Prints tables and, last, one JSON line; --output writes that into a file as well.
+Prints tables and, last, one JSON line; --output writes that into a file as well, in which what is
+skipped stays as it is.
 
 Examples:
   benchmarks/pipe_bd.py
   benchmarks/pipe_bd.py --blocks 6 --teacher 4 --student 4 --skip-real
   benchmarks/pipe_bd.py --skip-sleeping --real-blocks 8 --hidden 256
+  benchmarks/pipe_bd.py --skip-sleeping --skip-real --batch 16 --tokens 64
 """
 
 from __future__ import annotations
@@ -43,15 +47,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import equal_batches
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -61,50 +63,56 @@ from distilled_blocks import (
     Sizes,
     SleepingBlocks,
     measured_costs,
+    milliseconds,
     synthetic_costs,
 )
+from equal_batches import BASELINE
 from rich.console import Console
 from rich.table import Table
-from ways_to_distil import (
-    Run,
-    WithoutRelay,
-    all_blocks_at_once,
-    block_by_block,
-    pipelined,
-    seconds_all_at_once,
-    seconds_block_by_block,
-    unrelayed,
-)
+from timed_ways import Way, every_block_at_once, in_a_pipeline, one_block_at_a_time, timed
+from ways_to_distil import WithoutRelay, unrelayed
 
-from megatron_zb.schedules import simulate
 from megatron_zb_distill.schedule.distribution import (
     BlockCosts,
     Distribution,
-    RelayCosts,
     distribute,
     evenly,
 )
-from megatron_zb_distill.schedule.pipe_bd import pipe_bd
 
 PUBLISHED = (2.37, 7.38)
-BASELINE = "block by block"
 RUN_AHEAD = 1
 _OfRank = Callable[[argparse.Namespace], list[dict[str, Any]]]
 
 
 def main() -> None:
     args = _arguments()
-    result: dict[str, Any] = {"published": PUBLISHED, "machine": _machine()}
+    result: dict[str, Any] = {"published": PUBLISHED, "machine": {}}
     if not args.skip_sleeping:
-        result["sleeping"] = _on_ranks(_sleeping_rank, args.ranks, args)
+        _measure(result, "sleeping", _sleeping_rank, args.ranks, args)
     if not args.skip_real:
-        result["real"] = _on_ranks(_real_rank, args.real_ranks, args)
-    result["machine"]["load_after"] = round(os.getloadavg()[0], 2)
+        _measure(result, "real", _real_rank, args.real_ranks, args)
+    if not args.skip_batches:
+        _measure(result, "batches", equal_batches.of_rank, args.real_ranks, args)
     _report(result, args)
-    line = json.dumps(result)
     if args.output is not None:
-        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(line, flush=True)
+        _write(args.output, result)
+    print(json.dumps(result), flush=True)
+
+
+def _measure(
+    result: dict[str, Any], part: str, of_rank: _OfRank, ranks: int, args: argparse.Namespace
+) -> None:
+    machine = _machine()
+    result[part] = _on_ranks(of_rank, ranks, args)
+    result["machine"][part] = machine | {"load_after": round(os.getloadavg()[0], 2)}
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    """Write the parts that were measured; the others stay as the file has them."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    machine = kept.get("machine", {}) | result["machine"]
+    written = kept | result | {"machine": machine}
+    path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:
@@ -142,6 +150,7 @@ def _arguments() -> argparse.Namespace:
     real.add_argument("--heads", type=int, default=4, help="(default 4)")
     real.add_argument("--seq-length", type=int, default=64, help="(default 64)")
     real.add_argument("--micro-batch", type=int, default=4, help="sequences (default 4)")
+    equal_batches.add_arguments(parser)
     return parser.parse_args()
 
 
@@ -191,9 +200,8 @@ def _sleeping_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
                     reduce=args.reduce / 1000,
                 )
                 profile = "uneven" if uneven else "equal"
-                case = _Case(costs, partial(SleepingBlocks, costs), args)
                 cases.append({"blocks": number, "times": profile, "student_ms": student})
-                cases[-1] |= case.measure()
+                cases[-1] |= _measured(costs, partial(SleepingBlocks, costs), args)
     return cases
 
 
@@ -202,135 +210,47 @@ def _real_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
     cases = []
     for number in args.real_blocks:
         costs = measured_costs(RealBlocks(number, sizes), number)
-        case = _Case(costs, partial(RealBlocks, number, sizes, costs), args)
-        measured = {
-            name: [round(1000 * seconds, 3) for seconds in getattr(costs, name)]
-            for name in ("teacher", "student", "update", "reduce")
-        }
-        cases.append({"blocks": number, "block_ms": measured} | case.measure())
+        names = ("teacher", "student", "update", "reduce")
+        block_ms = {name: milliseconds(getattr(costs, name)) for name in names}
+        found = _measured(costs, partial(RealBlocks, number, sizes, costs), args)
+        cases.append({"blocks": number, "block_ms": block_ms} | found)
     return cases
 
 
-@dataclass(frozen=True)
-class _Way:
-    """One way to distil: how it runs, how long a step should take, and which rank has a block."""
-
-    blocks: Blocks
-    run: Run
-    predicted: float
-    distribution: Distribution | None
+def _measured(
+    costs: BlockCosts, new_blocks: Callable[[], Blocks], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Time blocks of certain costs in all ways. Collective over all ranks."""
+    ways = _ways(costs, new_blocks, args)
+    return timed(ways, new_blocks(), args.steps, args.repetitions)
 
 
-class _Taken(NamedTuple):
-    """A step: seconds on the clock of the slowest rank, and of processor of the busiest."""
+def _ways(
+    costs: BlockCosts, new_blocks: Callable[[], Blocks], args: argparse.Namespace
+) -> dict[str, Way]:
+    m, ranks = args.microbatches, dist.get_world_size()
+    best = distribute(costs, ranks, m)
+    apart = new_blocks()
 
-    seconds: float
-    busiest: float
+    def piped(distribution: Distribution, run_ahead: int) -> Way:
+        return in_a_pipeline(
+            costs,
+            new_blocks(),
+            distribution,
+            microbatches=m,
+            steps=args.steps,
+            run_ahead=run_ahead,
+        )
 
-
-class _Case:
-    """Blocks of certain costs, distilled in all ways. Collective over all ranks."""
-
-    def __init__(
-        self, costs: BlockCosts, new_blocks: Callable[[], Blocks], args: argparse.Namespace
-    ) -> None:
-        self._costs, self._new_blocks = costs, new_blocks
-        self._m, self._steps, self._repetitions = args.microbatches, args.steps, args.repetitions
-        self._ranks = dist.get_world_size()
-
-    def measure(self) -> dict[str, Any]:
-        ways = self._ways()
-        taken: dict[str, list[_Taken]] = {name: [] for name in ways}
-        for _ in range(self._repetitions):
-            for name, way in ways.items():
-                taken[name].append(self._taken(way.run))
-        return {
-            "difference": self._difference(ways),
-            "ways": {name: self._summary(way, taken[name]) for name, way in ways.items()},
-        }
-
-    def _ways(self) -> dict[str, _Way]:
-        m, ranks, costs = self._m, self._ranks, self._costs
-        best = distribute(costs, ranks, m)
-        even = evenly(costs.num_blocks, ranks)
-        new = self._new_blocks
-        by_block, at_once, apart = new(), new(), new()
-        return {
-            BASELINE: _Way(
-                by_block,
-                block_by_block(by_block, m),
-                seconds_block_by_block(costs, ranks, m),
-                None,
-            ),
-            "all blocks at once": _Way(
-                at_once,
-                all_blocks_at_once(at_once, m),
-                seconds_all_at_once(costs, ranks, m),
-                None,
-            ),
-            "pipe-bd": self._pipelined(best, RUN_AHEAD),
-            "- relaying": _Way(
-                apart,
-                unrelayed(apart, best, m),
-                WithoutRelay.like(costs).slowest(best, m),
-                best,
-            ),
-            "- decoupled update": self._pipelined(best, 0),
-            "- distribution": self._pipelined(even, RUN_AHEAD),
-        }
-
-    def _pipelined(self, distribution: Distribution, run_ahead: int) -> _Way:
-        blocks = self._new_blocks()
-        schedule = pipe_bd(distribution, self._m, self._steps, run_ahead)
-        timeline = simulate(schedule, RelayCosts(self._costs, distribution))
-        run = pipelined(blocks, distribution, self._m, run_ahead)
-        return _Way(blocks, run, timeline.makespan / self._steps, distribution)
-
-    def _taken(self, run: Run) -> _Taken:
-        """Per step, of the slowest rank and of the busiest."""
-        dist.barrier()
-        began, busy = time.perf_counter(), time.process_time()
-        run(self._steps)
-        taken = [time.perf_counter() - began, time.process_time() - busy]
-        most = torch.tensor(taken, dtype=torch.float64)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return _Taken(*(most / self._steps).tolist())
-
-    def _difference(self, ways: dict[str, _Way]) -> float:
-        """By how much weights of students differ between any way and the first, as a norm.
-
-        As a share of what training has changed: all ways have trained on the same data, equally
-        long.
-        """
-        found = [self._trained(way) for way in ways.values()]
-        fresh = self._new_blocks()
-        began = torch.cat([fresh.weights(block) for block in range(self._costs.num_blocks)])
-        way_gone = (found[0] - began).norm().clamp_min(1e-30)
-        return max(((other - found[0]).norm() / way_gone).item() for other in found[1:])
-
-    def _trained(self, way: _Way) -> torch.Tensor:
-        """Weights of all students, each from the first rank that has it."""
-        whole = []
-        for block in range(self._costs.num_blocks):
-            owner = 0
-            if way.distribution is not None:
-                ranges = way.distribution.ranges
-                owner = next(ranks[0] for blocks, ranks in ranges if block in blocks)
-            weights = way.blocks.weights(block).clone()
-            dist.broadcast(weights, owner)
-            whole.append(weights)
-        return torch.cat(whole)
-
-    def _summary(self, way: _Way, taken: list[_Taken]) -> dict[str, Any]:
-        summary: dict[str, Any] = {
-            "seconds": round(statistics.median(one.seconds for one in taken), 5),
-            "all": [round(one.seconds, 5) for one in taken],
-            "busiest": round(statistics.median(one.busiest for one in taken), 5),
-            "predicted": round(way.predicted, 5),
-        }
-        if way.distribution is not None:
-            summary["distribution"] = way.distribution.spec
-        return summary
+    without_relay = WithoutRelay.like(costs).slowest(best, m)
+    return {
+        BASELINE: one_block_at_a_time(costs, new_blocks(), m),
+        "all blocks at once": every_block_at_once(costs, new_blocks(), m),
+        "pipe-bd": piped(best, RUN_AHEAD),
+        "- relaying": Way(apart, unrelayed(apart, best, m), without_relay, best),
+        "- decoupled update": piped(best, 0),
+        "- distribution": piped(evenly(costs.num_blocks, ranks), RUN_AHEAD),
+    }
 
 
 def _report(result: dict[str, Any], args: argparse.Namespace) -> None:
@@ -350,12 +270,19 @@ def _report(result: dict[str, Any], args: argparse.Namespace) -> None:
             f"{case['difference']:.1e}"
         )
         console.print(_table(title, case))
-    machine = result["machine"]
+    for case in result.get("batches", []):
+        title = (
+            f"{case['blocks']} layers, hidden {args.hidden}, and steps of {case['batch']} samples "
+            f"of {case['tokens']} tokens, on {args.real_ranks} ranks of one core; students differ "
+            f"by {case['difference']:.1e}"
+        )
+        console.print(_table(title, case))
     console.print(
-        f"published, on 4 GPUs and 6 blocks: {low} to {high} times the data-parallel practice. "
-        f"Here: {machine['cores']} cores, load {machine['load_before']} before and "
-        f"{machine['load_after']} after."
+        f"published, on 4 GPUs and 6 blocks: {low} to {high} times the data-parallel practice"
     )
+    for part, machine in result["machine"].items():
+        loads = f"load {machine['load_before']} before and {machine['load_after']} after"
+        console.print(f"{part}: {machine['cores']} cores, {loads}")
 
 
 def _table(title: str, case: dict[str, Any]) -> Table:

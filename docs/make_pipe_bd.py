@@ -23,7 +23,8 @@ def main() -> None:
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     text = PAGE.read_text(encoding="utf-8")
     text = replaced(text, "sleeping", sleeping_table(results["sleeping"]))
-    text = replaced(text, "computing", computing_table(results["real"]))
+    computing = [*computing_table(results["real"]), "", *batches_table(results["batches"])]
+    text = replaced(text, "computing", computing)
     PAGE.write_text(text, encoding="utf-8")
     print(PAGE)
 
@@ -42,8 +43,8 @@ def sleeping_table(cells: Iterable[dict[str, Any]]) -> list[str]:
         rows.append(
             [f"{student_ms:g}", times, *(f"{min(each):.2f}-{max(each):.2f}" for each in gains)]
         )
-    blocks = f"{counts[0]} to {counts[-1]} blocks"
-    return table(["students, ms", f"times of {blocks}", *map(_named, ways)], rows)
+    blocks = f"{counts[0]}-{counts[-1]} blocks"
+    return table(["students, ms", f"times, {blocks}", *map(_named, ways)], rows)
 
 
 def computing_table(cells: Iterable[dict[str, Any]]) -> list[str]:
@@ -61,9 +62,25 @@ def computing_table(cells: Iterable[dict[str, Any]]) -> list[str]:
         for cell, of in zip(cells, gains, strict=True)
     ]
     return [
-        f"By the processor time of the busiest rank, speedups differ by at most {max(off):.2f}.",
+        f"By processor time, they differ by at most {max(off):.2f}.",
         "",
         *table(["blocks", f"{BASE}, s", *map(_named, ways)], rows),
+    ]
+
+
+def batches_table(cells: Iterable[dict[str, Any]]) -> list[str]:
+    """The same by processor time, for an equal batch in a step and samples of several lengths."""
+    cells = list(cells)
+    rows = [
+        [_named(way), *(f"{_gain(cell, way, 'busiest'):.2f}" for cell in cells)]
+        for way in _ways(cells[0])
+    ]
+    batch, blocks = cells[0]["batch"], cells[0]["blocks"]
+    return [
+        f"Steps of {batch} samples, {blocks} blocks, by processor time on a busy machine; "
+        f"pipe-bd has microbatches of {batch}, the others of {batch // 2}:",
+        "",
+        *table(["tokens", *(cell["tokens"] for cell in cells)], rows),
     ]
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from megatron_zb_distill.block_times import BlockTime
 from megatron_zb_distill.blocks import student_layer
 from megatron_zb_distill.lanes import Lanes
 from megatron_zb_distill.library_files import TEACHER, Entry, LibraryFile
-from megatron_zb_distill.loop import DistillRun, Job, Library
+from megatron_zb_distill.loop import DistillRun, Job
 from megatron_zb_distill.place import Place, check_distribution, parse_distribution
 from megatron_zb_distill.schedule.candidates import CandidateCosts
 from megatron_zb_distill.schedule.distribution import Distribution, distribute
@@ -38,29 +38,9 @@ from megatron_zb_distill.stage import (
     empty_activation,
     open_stage_blocks,
 )
-from megatron_zb_distill.student import BlockShape, TeacherShape
+from megatron_zb_distill.student import BlockShape, CandidateNode, Library, TeacherShape, nodes_of
 from megatron_zb_distill.student_block import StudentBlock
 from megatron_zb_train import data
-
-_MOST_NODES = 512
-"""The solver takes seconds for them; the candidates of larger libraries are placed in groups."""
-
-
-class CandidateNode(NamedTuple):
-    """What a stage has of a block at least: one candidate, or several of a large library."""
-
-    block: int
-    shapes: tuple[BlockShape, ...]
-
-
-def nodes_of(library: Library) -> list[CandidateNode]:
-    """Return the candidates in the order in which they are distributed."""
-    each = -(-sum(map(len, library)) // _MOST_NODES)
-    return [
-        CandidateNode(block, tuple(candidates[first : first + each]))
-        for block, candidates in enumerate(library)
-        for first in range(0, len(candidates), each)
-    ]
 
 
 def check_library(args: argparse.Namespace, library: Library, world_size: int) -> None:
@@ -141,9 +121,7 @@ def _placed(library: Library, distribution: Distribution) -> str:
     ends = [(nodes[held.start], nodes[held.stop - 1]) for held, _ in distribution.ranges]
     stages = zip(ends, distribution.ranges, strict=True)
     return ", ".join(
-        f"{first.block}.{first.shapes[0].name} to {last.block}.{last.shapes[-1].name} on "
-        f"{len(ranks)}"
-        for (first, last), (_, ranks) in stages
+        f"{first.first} to {last.last} on {len(ranks)}" for (first, last), (_, ranks) in stages
     )
 
 

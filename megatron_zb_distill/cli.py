@@ -72,12 +72,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the argument that asks for the plan of a distillation."""
-    command.add_argument_group("blockwise distillation").add_argument(
+    """Add the arguments of a distillation's plan."""
+    group = command.add_argument_group("blockwise distillation")
+    group.add_argument(
         "--student-config",
         type=Path,
         metavar="NAME|FILE",
-        help="distil the model into this student: a name of configs/students, or a file like those",
+        help="distil the model into this student, or into a library of several candidates for each "
+        "block: a name of configs/students, or a file like those",
+    )
+    group.add_argument(
+        "--tokens", metavar="N", help="of the distillation, such as 2.5B: adds its hours"
     )
 
 
@@ -88,6 +93,8 @@ def plan(arguments: argparse.Namespace) -> bool:
         UsageError: a file, a field or an argument is wrong, or nothing fits.
     """
     if arguments.student_config is None:
+        if arguments.tokens is not None:
+            raise UsageError("--tokens is of a distillation: give --student-config, too")
         return False
     from megatron_zb_distill import plan as planning
 

@@ -28,12 +28,10 @@ from megatron_zb_distill.schedule.distribution import Distribution, distribute
 from megatron_zb_distill.schedule.step_by_step import step_by_step
 from megatron_zb_distill.stage import StageBlocks, batch_of, empty_activation, open_stage_blocks
 from megatron_zb_distill.stitching import choose, save_student
-from megatron_zb_distill.student import BlockShape
+from megatron_zb_distill.student import Library
 from megatron_zb_distill.teacher import Teacher
 from megatron_zb_train import data
 from megatron_zb_train.log import open_records
-
-Library = Sequence[Sequence[BlockShape]]
 
 
 @dataclass(frozen=True)

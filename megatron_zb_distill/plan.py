@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -33,6 +35,8 @@ _OF_OTHERS = {
     "html": None,
     "chart": False,
 }
+_MOST_STAGES = 8
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -72,7 +76,23 @@ def _read(arguments: argparse.Namespace) -> DistillPlanJob:
         microbatch=_microbatch(arguments.micro_batch_size),
         global_batch=plan.global_batch,
         sequence=plan.sequence,
+        tokens=_tokens(arguments.tokens),
     )
+
+
+def _tokens(text: str | None) -> float | None:
+    """Read a number of tokens, such as 2.5B.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,9})?)([KMBT]?)", text)
+    number = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not 1 <= number < 1e18:
+        raise UsageError(f"--tokens '{text}' is no number of tokens: give one, such as 2.5B")
+    return number
 
 
 def _microbatch(text: str | None) -> int:
@@ -99,6 +119,8 @@ def _as_json(job: DistillPlanJob, found: Sequence[DistillPlanRow]) -> dict[str, 
                 "seconds_per_step": row.seconds,
                 "samples_per_second": job.global_batch / row.seconds,
                 "gib": row.memory / GIB,
+                "hours": job.hours(row.seconds),
+                "stages": [asdict(stage) | {"seconds": stage.seconds} for stage in row.stages],
                 "flags": list(flags_of(job, row)),
             }
             for row in found
@@ -118,7 +140,8 @@ def _print(job: DistillPlanJob, found: Sequence[DistillPlanRow], console: Consol
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("#", justify="right")
     table.add_column("way", no_wrap=True)
-    for title in ("ms a step", "samples/s", "speed-up", "GiB", "ranges"):
+    rate = "samples/s" if job.tokens is None else "hours"
+    for title in ("s a step", rate, "speed-up", "GiB", "ranges"):
         table.add_column(title, justify="right")
     practice = _slowest(found)
     for number, row in enumerate(found, 1):
@@ -126,8 +149,8 @@ def _print(job: DistillPlanJob, found: Sequence[DistillPlanRow], console: Consol
         table.add_row(
             str(number),
             row.name,
-            f"{1000 * row.seconds:.4g}",
-            f"{job.global_batch / row.seconds:.4g}",
+            f"{row.seconds:.4g}",
+            f"{job.hours(row.seconds) or job.global_batch / row.seconds:.4g}",
             f"{gain:.2f}" if gain == gain else "",
             f"{row.memory / GIB:.1f}",
             "" if row.distribution is None else str(len(row.distribution.ranges)),
@@ -137,8 +160,38 @@ def _print(job: DistillPlanJob, found: Sequence[DistillPlanRow], console: Consol
         "counted, not measured; speed-up: over data-parallel, block by block; ranges of blocks",
         style="dim",
     )
+    hours = job.hours(found[0].seconds)
+    if hours is not None:
+        console.print(f"{job.tokens:,.0f} tokens take {hours * job.gpus:,.4g} GPU hours")
+    if found[0].stages:
+        _print_stages(found[0], console)
     flags = flags_of(job, found[0])
     if flags:
         console.print(Text("\nflags of the first:", style="bold"))
         text = Text("  " + " \\\n  ".join(flags))
         console.print(text, highlight=False, soft_wrap=True)
+
+
+def _print_stages(row: DistillPlanRow, console: Console) -> None:
+    """Print the slowest stages of a row, on which the others wait."""
+    console.print(Text("\nstages of the first, the slowest on top:", style="bold"))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for title in ("from", "to"):
+        table.add_column(title)
+    for title in ("GPUs", "s a step", "teacher", "students", "update", "busy"):
+        table.add_column(title, justify="right")
+    for stage in sorted(row.stages, key=lambda stage: -stage.seconds)[:_MOST_STAGES]:
+        parts = (stage.seconds, stage.teacher, stage.students, stage.update)
+        table.add_row(
+            stage.first,
+            stage.last,
+            str(stage.gpus),
+            *(f"{part:.4g}" for part in parts),
+            f"{stage.seconds / row.seconds:.0%}",
+        )
+    console.print(table)
+    left = len(row.stages) - _MOST_STAGES
+    gpus = sum(stage.gpus for stage in row.stages)
+    busy = sum(stage.gpus * stage.seconds for stage in row.stages) / gpus / row.seconds
+    more = f"{left} more stages; " if left > 0 else ""
+    console.print(f"{more}{gpus} GPUs are busy for {busy:.0%} of a step on average", style="dim")

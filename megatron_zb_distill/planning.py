@@ -8,16 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
 
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import gib
+from megatron_zb.schedules.passes import PassKind
+from megatron_zb_distill.schedule.candidates import CandidateCosts
 from megatron_zb_distill.schedule.distribution import (
     BlockCosts,
     Distribution,
     distribute,
     evenly,
 )
-from megatron_zb_distill.student import BlockShape, StudentConfig, TeacherShape, library
+from megatron_zb_distill.student import (
+    BlockShape,
+    Library,
+    StudentConfig,
+    TeacherShape,
+    library,
+    nodes_of,
+)
 from megatron_zb_plan import byte_counts
 from megatron_zb_plan.byte_counts import GRADIENT, OPTIMIZER, WEIGHT
 from megatron_zb_plan.device import DeviceConfig
@@ -43,10 +54,39 @@ class DistillPlanJob:
     microbatch: int
     global_batch: int
     sequence: int
+    tokens: float | None = None
+    """Of the whole distillation."""
 
     @property
     def microbatches(self) -> int:
         return self.global_batch // self.microbatch
+
+    @property
+    def candidates(self) -> Library:
+        return library(self.student, _shape_of(self.teacher))
+
+    def hours(self, seconds: float) -> float | None:
+        """Return the hours of the whole distillation, for the seconds of a step."""
+        if self.tokens is None:
+            return None
+        return ceil(self.tokens / (self.global_batch * self.sequence)) * seconds / 3600
+
+
+@dataclass(frozen=True)
+class DistillPlanStage:
+    """Blocks, or candidates as ``BLOCK.NAME``, on the same GPUs, and the seconds of a step."""
+
+    first: str
+    last: str
+    gpus: int
+    teacher: float
+    students: float
+    update: float
+    """Gradients summed over the GPUs, and the optimizers' step."""
+
+    @property
+    def seconds(self) -> float:
+        return self.teacher + self.students + self.update
 
 
 @dataclass(frozen=True)
@@ -57,6 +97,10 @@ class DistillPlanRow:
     distribution: Distribution | None
     seconds: float
     memory: float
+    stages: tuple[DistillPlanStage, ...] = ()
+    """In the order of the blocks."""
+    of_candidates: bool = False
+    """Whether the distribution is one of candidates, as for ``--save-library``."""
 
 
 def rows(job: DistillPlanJob) -> list[DistillPlanRow]:
@@ -67,8 +111,18 @@ def rows(job: DistillPlanJob) -> list[DistillPlanRow]:
     """
     _check(job)
     costs = block_costs(job)
-    found = _distributed(job, costs)
-    ways = [_row(job, costs, "pipe-bd", found)]
+    ways, name = [], "pipe-bd"
+    if max(map(len, job.candidates)) > 1:
+        name = "pipe-bd, whole blocks"
+        placed = candidate_costs(job)
+        ways.append(_row(job, placed, "pipe-bd, candidates apart", _distributed(job, placed)))
+    try:
+        found = _distributed(job, costs)
+        ways.append(_row(job, costs, name, found))
+    except UsageError:
+        found = None
+        if not ways:  # whole blocks are the least that a rank can have
+            raise
     spread = evenly(costs.num_blocks, job.gpus)
     if spread != found:
         ways.append(_row(job, costs, "even ranges of blocks", spread))
@@ -86,31 +140,63 @@ def _distributed(job: DistillPlanJob, costs: BlockCosts) -> Distribution:
     try:
         return distribute(costs, job.gpus, job.microbatches, left)
     except UsageError:
+        of = "candidates" if isinstance(costs, CandidateCosts) else "of them with their students"
+        each = [costs.held(range(node, node + 1)) for node in range(costs.num_blocks)]
         raise UsageError(
-            f"{job.gpus} GPUs with {gib(left)} left for blocks cannot hold {costs.num_blocks} of "
-            f"them with their students, {gib(sum(costs.memory))} in all, the largest "
-            f"{gib(max(costs.memory))}: give more --gpus, or fewer candidates"
+            f"{job.gpus} GPUs with {gib(left)} left for blocks cannot hold {costs.num_blocks} "
+            f"{of}, {gib(sum(costs.memory))} in all, the largest {gib(max(each))}: give more "
+            "--gpus, or fewer candidates"
         ) from None
 
 
 def block_costs(job: DistillPlanJob) -> BlockCosts:
-    """Estimate the seconds and bytes of every block."""
-    candidates = library(job.student, _shape_of(job.teacher))
-    load = _load(job)
-    students = [[_student(job, shape) for shape in shapes] for shapes in candidates]
-    weights = [[_weights(job.teacher, shape) for shape in shapes] for shapes in candidates]
-    sums = [float(sum(of)) for of in weights]
-    teacher = [load.layer(block).forward for block in range(job.teacher.layers)]
+    """Estimate the seconds and bytes of every block, with all of its candidates."""
+    costs = [_costs_of(job, shapes) for shapes in job.candidates]
+    load, whole = _load(job), WEIGHT * weights_of(job.teacher, [0])[0]
+    return BlockCosts.of(
+        teacher=[load.layer(block).forward for block in range(job.teacher.layers)],
+        student=[of.student for of in costs],
+        update=[of.update for of in costs],
+        reduce=[of.reduce for of in costs],
+        memory=[whole + of.memory for of in costs],
+    )
+
+
+def candidate_costs(job: DistillPlanJob) -> CandidateCosts:
+    """Estimate the seconds and bytes of every candidate, each of which may be on another GPU."""
+    nodes, load = nodes_of(job.candidates), _load(job)
+    costs = [_costs_of(job, node.shapes) for node in nodes]
+    return CandidateCosts(
+        teacher=tuple(load.layer(node.block).forward for node in nodes),
+        student=tuple(of.student for of in costs),
+        update=tuple(of.update for of in costs),
+        relay=(0.0,) * len(nodes),
+        reduce=tuple(of.reduce for of in costs),
+        memory=tuple(of.memory for of in costs),
+        block_of=tuple(node.block for node in nodes),
+        teacher_memory=float(WEIGHT * weights_of(job.teacher, [0])[0]),
+    )
+
+
+class _Costs(NamedTuple):
+    """Seconds and bytes of candidates, without their teacher's."""
+
+    student: float
+    update: float
+    reduce: float
+    memory: float
+
+
+def _costs_of(job: DistillPlanJob, shapes: Sequence[BlockShape]) -> _Costs:
+    weights = float(sum(_weights(job.teacher, shape) for shape in shapes))
     links = job.device.collectives
     link = links.in_node if job.gpus <= job.device.node.gpus else links.between_nodes
     stepped = WEIGHT + GRADIENT + 2 * OPTIMIZER
-    whole, _ = weights_of(job.teacher, [0])
-    return BlockCosts.of(
-        teacher=teacher,
-        student=[sum(of) for of in students],
-        update=[stepped * n / job.device.memory_bandwidth.reached for n in sums],
-        reduce=[link.seconds(GRADIENT * n) for n in sums],
-        memory=[WEIGHT * whole + (WEIGHT + GRADIENT + OPTIMIZER) * n for n in sums],
+    return _Costs(
+        student=sum(_student(job, shape) for shape in shapes),
+        update=stepped * weights / job.device.memory_bandwidth.reached,
+        reduce=link.seconds(GRADIENT * weights),
+        memory=(WEIGHT + GRADIENT + OPTIMIZER) * weights,
     )
 
 
@@ -157,12 +243,40 @@ def _for_blocks(job: DistillPlanJob) -> float:
 def _row(
     job: DistillPlanJob, costs: BlockCosts, name: str, distribution: Distribution
 ) -> DistillPlanRow:
-    held = max(sum(costs.memory[b] for b in blocks) for blocks, _ in distribution.ranges)
+    held = max(costs.held(blocks) for blocks, _ in distribution.ranges)
     return DistillPlanRow(
         name,
         distribution,
         costs.slowest(distribution, job.microbatches),
         job.memory - _for_blocks(job) + held,
+        _stages(job, costs, distribution),
+        isinstance(costs, CandidateCosts),
+    )
+
+
+def _stages(
+    job: DistillPlanJob, costs: BlockCosts, distribution: Distribution
+) -> tuple[DistillPlanStage, ...]:
+    if isinstance(costs, CandidateCosts):
+        ends = [(node.first, node.last) for node in nodes_of(job.candidates)]
+    else:
+        ends = [(str(block), str(block)) for block in range(costs.num_blocks)]
+    seconds = costs.stage_costs(distribution).seconds
+
+    def of_step(stage: int, kind: PassKind) -> float:
+        ranks = distribution.ranges[stage][1]
+        return job.microbatches // len(ranks) * seconds[kind][stage]
+
+    return tuple(
+        DistillPlanStage(
+            ends[held.start][0],
+            ends[held.stop - 1][1],
+            len(ranks),
+            of_step(stage, PassKind.T),
+            of_step(stage, PassKind.S),
+            seconds[PassKind.U][stage],
+        )
+        for stage, (held, ranks) in enumerate(distribution.ranges)
     )
 
 
@@ -207,6 +321,7 @@ def flags_of(job: DistillPlanJob, row: DistillPlanRow) -> Sequence[str]:
     if row.distribution is None:
         return []
     return [
+        *(["--save-library DIR"] if row.of_candidates else []),
         f"--distribution {row.distribution.spec}",
         f"--micro-batch-size {job.microbatch}",
         f"--global-batch-size {job.global_batch}",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -14,6 +15,8 @@ from megatron_zb.measured.config import Section, optional_size
 
 AttentionKind = Literal["attention", "linear", "no_op"]
 MlpKind = Literal["mlp", "linear", "no_op"]
+_MOST_NODES = 512
+"""The solver takes seconds for them; the candidates of larger libraries are placed in groups."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,36 @@ class BlockShape:
     def is_layer(self) -> bool:
         """Whether the block has attention and an MLP, as every layer of a GPTModel has."""
         return self.attention == "attention" and self.mlp == "mlp"
+
+
+Library = Sequence[Sequence[BlockShape]]
+"""Candidates of every block."""
+
+
+class CandidateNode(NamedTuple):
+    """What a stage has of a block at least: one candidate, or several of a large library."""
+
+    block: int
+    shapes: tuple[BlockShape, ...]
+
+    @property
+    def first(self) -> str:
+        """Name of the first candidate, such as ``3.half`` of block 3."""
+        return f"{self.block}.{self.shapes[0].name}"
+
+    @property
+    def last(self) -> str:
+        return f"{self.block}.{self.shapes[-1].name}"
+
+
+def nodes_of(library: Library) -> list[CandidateNode]:
+    """Return the candidates in the order in which they are distributed."""
+    each = -(-sum(map(len, library)) // _MOST_NODES)
+    return [
+        CandidateNode(block, tuple(candidates[first : first + each]))
+        for block, candidates in enumerate(library)
+        for first in range(0, len(candidates), each)
+    ]
 
 
 class Attention(Section):

@@ -40,6 +40,8 @@ examples:
   megatron-zb plan --config llama3_70b --gpus 64 --device b200_sxm --precision fp8 --context 2
   megatron-zb plan --config llama3_8b --gpus 8 --device h100_sxm --student-config half_mlp
                                           where the blocks of a distillation go
+  megatron-zb plan --config llama3_8b --gpus 16 --device h100_sxm --student-config library \\
+      --tokens 1B                         the same for a library: GPUs of each candidate, hours
 
 the table:
   tok/s/GPU      tokens of the whole iteration, with the optimizer's step and its reductions

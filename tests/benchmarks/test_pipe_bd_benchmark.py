@@ -31,7 +31,8 @@ def test_all_ways_are_timed_and_train_the_same(tmp_path: Path) -> None:
     done = run_script(
         SCRIPT,
         *"--ranks 2 --blocks 3 --student 4 --steps 2 --repetitions 1 --microbatches 4".split(),
-        *"--real-blocks 3 --hidden 32 --seq-length 16 --micro-batch 2 --output".split(),
+        *"--real-blocks 3 --hidden 32 --seq-length 16 --micro-batch 2".split(),
+        *"--batch-blocks 3 --batch 4 --tokens 8 16 --output".split(),
         str(path),
     )
     assert done.code == 0, done.stderr
@@ -46,13 +47,18 @@ def test_all_ways_are_timed_and_train_the_same(tmp_path: Path) -> None:
     assert list(real["ways"]) == WAYS
     assert 0 < real["difference"] < 1e-4
     assert min(real["block_ms"]["student"]) > 0
+    assert [case["tokens"] for case in line["batches"]] == [8, 16]
+    for case in line["batches"]:
+        assert list(case["ways"]) == [*WAYS[:3], "pipe-bd, shares"]
+        assert 0 < case["difference"] < 1e-4  # a whole batch teaches what its shares do together
 
 
 def test_a_library_is_timed_in_three_ways() -> None:
     words = "--ranks 2 --blocks 2 --microbatches 2 --steps 1 --repetitions 1"
     done = run_script(SCRIPT.with_name("library_of_blocks.py"), *words.split())
     assert done.code == 0, done.stderr
-    cases = json.loads(done.stdout.splitlines()[-1])["cases"]
+    [found] = json.loads(done.stdout.splitlines()[-1])["results"]
+    cases = found["cases"]
     assert len(cases) == 3
     for ways in cases.values():
         assert all(way["seconds"] >= 0.98 * way["predicted"] for way in ways.values())

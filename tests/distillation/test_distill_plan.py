@@ -16,8 +16,8 @@ from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import builtin_folder
 from megatron_zb.parsing import GIB
-from megatron_zb_distill.planning import DistillPlanJob, block_costs, rows
-from megatron_zb_distill.student import StudentConfig
+from megatron_zb_distill.planning import DistillPlanJob, block_costs, flags_of, rows
+from megatron_zb_distill.student import StudentConfig, nodes_of
 from megatron_zb_plan.device import read_device
 from megatron_zb_plan.model import ModelConfig
 from megatron_zb_plan.strategy import Strategy
@@ -89,6 +89,25 @@ def test_ways_to_distil_are_ranked_and_the_chosen_one_is_the_first() -> None:
     assert practice.seconds > 1.5 * found[0].seconds
 
 
+def test_candidates_of_a_library_are_placed_one_by_one() -> None:
+    shapes: list[dict[str, Any]] = [{"mlp": {"ffn_fraction": 0.5}}, {"mlp": {"kind": "no_op"}}]
+    library = job(*shapes, gpus=6, global_batch=7, tokens=1e6)
+    apart, whole = rows(library)[:2]
+    assert (apart.name, whole.name) == ("pipe-bd, candidates apart", "pipe-bd, whole blocks")
+    assert apart.seconds < 0.95 * whole.seconds
+    assert apart.seconds == pytest.approx(max(stage.seconds for stage in apart.stages))
+    assert flags_of(library, apart)[0] == "--save-library DIR"
+    assert apart.distribution is not None
+    assert apart.distribution.num_blocks == len(nodes_of(library.candidates)) == 2 * BLOCKS
+    assert [apart.stages[0].first, apart.stages[-1].last] == ["0.c0", "7.c1"]
+    split = [stage for stage in apart.stages if stage.first.endswith("c1")]
+    assert split  # whose teacher is on two ranks
+    taught = sum(stage.teacher * stage.gpus for stage in apart.stages)
+    assert taught == pytest.approx(7 * (BLOCKS + len(split)) * block_costs(library).teacher[0])
+    steps = 140  # of 7 samples of 1024 tokens
+    assert library.hours(apart.seconds) == pytest.approx(steps * apart.seconds / 3600)
+
+
 def test_what_does_not_fit_is_not_there() -> None:
     costs = block_costs(job())
     everywhere = {row.name: row for row in rows(job())}
@@ -125,7 +144,9 @@ def test_the_table_and_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> N
     assert best["way"] == "pipe-bd"
     assert best["flags"][0] == f"--distribution {best['distribution']}"
     assert best["flags"][0] in table
-    assert f"{1000 * best['seconds_per_step']:.4g}" in table
+    assert f"{best['seconds_per_step']:.4g}" in table
+    assert [stage["first"] for stage in best["stages"]] == [str(4 * s) for s in range(8)]
+    assert best["hours"] is None
     assert best["samples_per_second"] == pytest.approx(64 / best["seconds_per_step"])
     assert 0 < best["gib"] < 80
     assert best["gib"] > DEVICE.reserved_bytes / GIB
@@ -139,6 +160,7 @@ def test_the_table_and_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> N
         (["--micro-batch-size", "1,2"], "--micro-batch-size '1,2' is no number of samples"),
         (["--micro-batch-size", "3"], "64 is not a multiple of --micro-batch-size 3"),
         (["--student-config", "none"], "'none' is unknown: give a file, or one of fewer_kv_heads,"),
+        (["--tokens", "1.5G"], "--tokens '1.5G' is no number of tokens: give one, such as 2.5B"),
         (["--config", "qwen3_30b_a3b"], "a teacher with experts is not planned"),
         (["--config", "llama3_70b", "--gpus", "4"], "give more --gpus, or fewer candidates"),
     ],
@@ -151,6 +173,16 @@ def test_what_cannot_be_had_is_a_sentence(
     assert said.startswith("megatron-zb: error: ")
     assert words in said
     assert said.count("\n") == 1
+
+
+def test_the_hours_of_a_library(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--student-config", "library", "--gpus", "12", "--tokens", "1B") == 0
+    table = capsys.readouterr().out
+    assert "1,000,000,000 tokens take" in table
+    assert "--save-library DIR" in table
+    assert "12 GPUs are busy for" in table
+    assert cli.main(["plan", "--config", "llama3_8b", "--gpus", "8", "--tokens", "1B"]) == 2
+    assert "give --student-config, too" in capsys.readouterr().err
 
 
 def test_it_imports_neither_torch_nor_megatron() -> None:
