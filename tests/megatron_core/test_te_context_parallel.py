@@ -88,6 +88,7 @@ def with_attention_of_te(config: Any, vp_stage: int | None) -> Any:
 def most_held(case: GPTCase) -> int:
     gpt_cases._specification = with_attention_of_te
     with gpt_cases.built(case, "1f1b", 1) as (adapter, chunks):
+        assert adapter is not None
         memory = ActivationMemory(p for chunk in chunks for p in chunk.parameters())
         adapter.track(memory)
         with memory.watching():
