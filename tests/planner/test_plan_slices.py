@@ -32,7 +32,7 @@ from megatron_zb_plan.prediction import (
     predict,
 )
 from megatron_zb_plan.request import read_training
-from megatron_zb_plan.search import Plan, _Looking, search
+from megatron_zb_plan.search import Plan, _Looking, _Tried, search
 from megatron_zb_plan.settings import CountedSettings, EvenSplit, PlanJob, estimated_memory
 from megatron_zb_plan.slices import unrolled, with_slices
 from megatron_zb_plan.stages import StageWorkload, cut_into_stages
@@ -209,14 +209,14 @@ def test_few_settings_that_cannot_fit_are_built(monkeypatch: pytest.MonkeyPatch)
     assert more > 0
 
     def fits_not(_: Any, setting: Any, staged: StageWorkload, found: Any, __: float) -> bool:
-        found.tried.append((setting, staged))
+        found.tried.append(_Tried(setting, staged, None))
         return False
 
     monkeypatch.setattr("megatron_zb_plan.search._Looking._simulated", fits_not)
     monkeypatch.setattr("megatron_zb_plan.search._BUILT", 1)
     job = PlanJob(LONG, a100(), 4, 80 * GIB, 4, 32768, ONE, vocabulary="off")
     found = _Looking(CountedSettings.of(job), 2).at(of("zb-h1"))
-    assert found.settings > len({str(setting) for setting, _ in found.tried}) == 1
+    assert found.settings > len({str(tried.setting) for tried in found.tried}) == 1
 
 
 def test_rows_of_megatrons_remedies_are_megatrons() -> None:
