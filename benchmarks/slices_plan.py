@@ -6,8 +6,8 @@ of 512k in batches of 8M. Each case is one `megatron-zb plan`, whose tensor para
 Printed and written are the best row with slices, the best without, and Megatron's 1F1B with full
 recomputation. Nothing is run: costs are counted.
 
-Searches of 512k tokens take long: docs/results/slices_plan.json has them with
-``--schedules 1f1b,interleaved --tries 1``.
+The case of 64 GPUs and 512k tokens in docs/results/slices_plan.json had ``--schedules
+1f1b,interleaved --tries 1``, and no slices beside context parallelism.
 """
 
 from __future__ import annotations

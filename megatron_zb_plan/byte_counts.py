@@ -76,6 +76,10 @@ def layer_held(load: Workload, index: int) -> ActivationBytes:
     masks = hidden if model.dropout else 0
     stored = needed + masks + sum(one.kept for one in operators) + scores
     share = load.tokens / load.strategy.tensor
+    gathered = 0.0
+    if load.strategy.gathers and model.attends(index):
+        stored += 2 * model.attention.attended  # of both runs, and of these put together
+        gathered = keys_and_values(load) * (1 - 1 / load.strategy.context)  # from other ranks
     # What sequence parallelism would share out weighs more without it.
     everything = stored + (load.kept_tokens / share - 1) * (4 * hidden + masks)
     if load.strategy.precision != "bf16":
@@ -89,8 +93,8 @@ def layer_held(load: Workload, index: int) -> ActivationBytes:
         return ActivationBytes(kept, for_weight, everything * share)
     dropped = _dropped(load, index, scores)
     if dropped:
-        return ActivationBytes(everything * share - dropped, for_weight, dropped)
-    return ActivationBytes(everything * share, min(for_weight, everything * share))
+        return ActivationBytes(everything * share - dropped + gathered, for_weight, dropped)
+    return ActivationBytes(everything * share + gathered, min(for_weight, everything * share))
 
 
 def _dropped(load: Workload, index: int, scores: float) -> float:
@@ -136,8 +140,12 @@ def embedding_held(load: Workload) -> ActivationBytes:
 
 
 def keys_and_values(load: Workload) -> float:
-    """Count the bytes of the keys and values of a microbatch in one layer."""
-    return 2 * load.tokens * load.model.attention.kept / load.strategy.tensor
+    """Count the bytes of the keys and values of a microbatch in one layer, of all its slices.
+
+    Context-parallel ranks have those of the whole sample.
+    """
+    tokens = load.strategy.context * load.tokens
+    return 2 * tokens * load.model.attention.kept / load.strategy.tensor
 
 
 def logits(load: Workload) -> float:

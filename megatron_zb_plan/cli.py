@@ -213,7 +213,7 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
         "--slice-tokens",
         type=int,
         metavar="N",
-        help="least tokens of a slice on a tensor-parallel rank (default 1024): "
+        help="least tokens of a slice on a rank of tensor and context parallelism (default 1024): "
         "products of fewer are slower than counted",
     )
     group.add_argument(

@@ -36,6 +36,8 @@ WORTH_A_CHANGE = 0.01  # of the tokens per second; predictions are not better th
 VARIANTS = 3
 # Settings of each of them to simulate.
 _VARIANT_TRIES = 2
+# Most settings with slices to build for a schedule where none fits: each takes seconds.
+_BUILT = 12
 # Skip settings whose rate by formula is below this share of the best simulated one.
 _HOPELESS = 0.97
 # Most settings in which auto searches, and the least lead that a setting must allow.
@@ -272,6 +274,8 @@ class _Looking:
         for setting in ordered:
             reached = found.prediction.tokens_per_gpu * job.gpus if found.prediction else 0.0
             if fitting >= tries or setting.rate < _HOPELESS * reached:
+                break
+            if setting.candidate.is_sliced and len(found.tried) >= _BUILT:
                 break
             if setting.memory > SLACK * job.memory:
                 found.note(setting, setting.memory)

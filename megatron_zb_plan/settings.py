@@ -156,7 +156,10 @@ def estimated_memory(
     peak = min(m, peak + split.cuts_vocabulary)
     fixed = split.states.total + split.load.device.reserved_bytes
     fixed += prefix(split.load, split.load.model.layers // p)
-    return fixed + peak * split.held.activation
+    held = split.held.activation
+    if n > 1 and candidate.splits:  # orders of many slices take too long to try what cannot fit
+        held = max(held, split.held.for_weight)
+    return fixed + peak * held
 
 
 def _peak(candidate: ScheduleCandidate, p: int, m: int, chunks: int | None) -> float:
@@ -296,7 +299,7 @@ class CountedSetting:
     def rate(self) -> float:
         """Tokens per second on all GPUs, by formula."""
         strategy = self.load.strategy
-        return self.m * self.load.tokens * strategy.data / self.seconds
+        return self.m * self.load.tokens * strategy.replicas / self.seconds
 
     def staged(self) -> list[StageWorkload]:
         """Cut the workload into stages by the layouts that are worth it; none if layers are few."""
@@ -330,9 +333,9 @@ class CountedSettings:
         if job.has_slices and all(s.load.strategy.slices == 1 for s in found):
             raise UsageError(
                 f"--slices {','.join(map(str, job.choices.slices))}: no sample of {job.sequence} "
-                "tokens can be cut: slices need a pipeline, --context 1, --precision bf16, and "
-                f"{job.choices.slice_tokens} tokens on every tensor-parallel rank: give fewer, or "
-                "--slice-tokens"
+                "tokens can be cut: slices need a pipeline, --precision bf16, and "
+                f"{job.choices.slice_tokens} tokens on every rank of tensor and context "
+                "parallelism: give fewer, or --slice-tokens"
             )
         shared = [s.load for s in found if can_be_shared(job.model, s.load.strategy)]
         shared = [load for load in shared if load.strategy.slices == 1]

@@ -5,6 +5,8 @@ A strategy with n slices is counted as follows:
 - The scores of a slice go back to the first token: :class:`Slicing` has how they grow. Keys and
   values are copied into a buffer. In B, gradients of all keys up to the slice are added up in 32
   bits, and stay until the slice before takes them.
+- Context-parallel ranks have keys and values of whole samples, and their gradients. They gather
+  those of a slice in F, and scatter sums of gradients, in 32 bits, in B; nothing hides either.
 - Kernels, collectives and messages are n times as many, each with its latency.
 - W runs for each slice, as in training. Each but the first reads and writes the gradient of its
   weight once more.
@@ -65,9 +67,9 @@ def with_slices(
 
 
 def are_long(load: Workload, least: int) -> bool:
-    """Return whether every slice has so many tokens on a tensor-parallel rank; whole ones do."""
+    """Return whether every slice has so many tokens on a rank that shares it; whole ones do."""
     slicing = load.slicing
-    return slicing is None or min(slicing.lengths) >= least * load.strategy.tensor
+    return slicing is None or min(slicing.lengths) >= least * load.strategy.spread
 
 
 def unrolled(passes: Sequence[Pass], slicing: Slicing) -> Iterator[Pass]:
@@ -93,8 +95,9 @@ def prefix(load: Workload, layers: int) -> float:
     """Count the bytes of prefixes beside activations, in so many layers that attend.
 
     Keys and values have a place for all slices before their F has run. Their gradients, in 32 bits,
-    are kept until B of the first slice; that of the layer whose B runs has 10 bytes more.
+    are kept until B of the first slice; that of the layer whose B runs has 10 bytes more, and with
+    context parallelism, which has two runs of queries, 12.
     """
     if load.strategy.slices == 1 or not layers:
         return 0.0
-    return keys_and_values(load) * (layers * (1 + 2) + 5)
+    return keys_and_values(load) * (layers * (1 + 2) + 5 + load.strategy.gathers)

@@ -5,6 +5,7 @@ The schedules are Megatron's own, as the baselines, and the catalog's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -29,7 +30,7 @@ from megatron_zb_plan.operators import RECOMPUTE
 _MICROBATCHES = (1, 2, 3, 4, 6, 8)
 _CONTEXTS = (2, 4, 8, 16, 32)
 _LONG = 8192  # tokens of a sample above which it is cut without being asked
-SLICE_STEP = 16  # tokens on a tensor-parallel rank, in multiples of which slices differ
+SLICE_STEP = 16  # tokens on a rank, in multiples of which slices differ
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,16 @@ class Strategy:
         return self.tensor * self.context * self.data
 
     @property
+    def spread(self) -> int:
+        """Ranks over which the tokens of a slice are spread."""
+        return self.tensor * self.context
+
+    @property
+    def gathers(self) -> bool:
+        """Whether context-parallel ranks gather keys and values, as those of slices do."""
+        return self.context > 1 and self.slices > 1
+
+    @property
     def replicas(self) -> int:
         """Ranks that hold the same shard of a dense weight."""
         return self.context * self.data
@@ -94,7 +105,7 @@ class Strategy:
 class Choices:
     """Choices that the user allows; None is everything that fits.
 
-    ``slices`` of a microbatch have ``slice_tokens`` tokens at least on a tensor-parallel rank.
+    ``slices`` of a microbatch have ``slice_tokens`` tokens at least on each rank that shares them.
     """
 
     tensor: tuple[int, ...] | None = None
@@ -150,17 +161,19 @@ def strategies(
 
 
 def _sliced(sequence: int, whole: Strategy, choices: Choices) -> Iterator[Strategy]:
-    """Yield a strategy with slices, if it has a pipeline and samples that nothing else cuts.
+    """Yield a strategy with slices, if it has a pipeline and slices that its ranks can share.
 
-    The usual scales of fp8 follow whole microbatches.
+    A context-parallel rank has two runs of a slice. The usual scales of fp8 follow whole
+    microbatches.
     """
-    if whole.pipeline == 1 or whole.context > 1 or whole.precision != "bf16":
+    if whole.pipeline == 1 or whole.precision != "bf16":
         return
+    multiple = math.lcm(whole.spread, 2 * whole.context if whole.context > 1 else 1)
     for slices in choices.slices:
-        length, rest = divmod(sequence, slices * whole.tensor)
-        if slices > 1 and not rest and length >= choices.slice_tokens:
+        length = sequence // (slices * whole.spread)
+        if slices > 1 and sequence % (slices * multiple) == 0 and length >= choices.slice_tokens:
             yield replace(whole, slices=slices)
-            if sequence % (SLICE_STEP * whole.tensor) == 0 and length >= 4 * SLICE_STEP:
+            if sequence % (SLICE_STEP * whole.spread) == 0 and length >= 4 * SLICE_STEP:
                 yield replace(whole, slices=slices, by_time=True)
 
 

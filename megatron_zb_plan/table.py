@@ -65,6 +65,8 @@ def flags(prediction: Prediction, global_batch: int) -> list[str]:
         out.append("--sequence-parallel")
     if strategy.context > 1:
         out.append(f"--context-parallel-size {strategy.context}")
+    if strategy.gathers:
+        out.append("--cp-comm-type all_gather")
     if strategy.expert > 1:
         out.append(f"--expert-model-parallel-size {strategy.expert}")
     if prediction.load.model.experts and strategy.expert_tensor != strategy.tensor:

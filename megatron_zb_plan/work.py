@@ -35,7 +35,7 @@ from itertools import accumulate, pairwise
 from megatron_zb.measured.usual_gpu import LOGIT_IN_B, LOGIT_IN_F
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.slices import Slicing
-from megatron_zb_plan.device import DeviceConfig, Rate
+from megatron_zb_plan.device import DeviceConfig, Link, Rate
 from megatron_zb_plan.model import ModelConfig
 from megatron_zb_plan.operators import (
     Operator,
@@ -60,8 +60,12 @@ _AGAIN = 2.5  # B of kernels that compute their F again, in F's
 _LOSS = (7, 4)
 
 # Bytes of a key's or value's element with slices: copied into a buffer in F. In B, for all up to
-# the slice: read in 16 bits and written in 32, added to what later slices left.
+# the slice: read in 16 bits and written in 32, added to what later slices left. With context
+# parallelism, a half of what is gathered is copied twice, and of a sum that is scattered. The two
+# runs of a slice have attention, a gradient of keys and values, and copies of queries and outputs.
 _COPIED, _ADDED = 4, 2 + 4 + 3 * 4
+_GATHERED, _SCATTERED = 6, 12
+_RUNS = (7, 8)  # more kernels in F and B
 _SUMMED = 2 * 4  # of a weight's gradient, read and written
 
 
@@ -155,7 +159,7 @@ class Workload:
         exact = Slicing.of_equal_time(
             slices, costs, attention=shares[0], attention_backward=shares[1]
         )
-        step = SLICE_STEP * self.strategy.tensor
+        step = SLICE_STEP * self.strategy.spread
         ends = [round(end * tokens / step) * step for end in accumulate(exact.lengths)]
         return replace(given, lengths=tuple(float(b - a) for a, b in pairwise([0, *ends])))
 
@@ -199,12 +203,37 @@ class Workload:
 
     def _prefix(self) -> PassSeconds:
         """Return the work of putting the keys and values of all slices of a microbatch together."""
-        slices, strategy = self.strategy.slices, self.strategy
+        strategy = self.strategy
+        slices, ranks = strategy.slices, strategy.context
         if slices == 1:
             return PassSeconds()
-        elements = self.tokens * self.model.attention.kept / strategy.tensor
-        added = _ADDED * elements * (slices + 1) / 2
-        return PassSeconds(self.moved(_COPIED * elements), self.moved(added))
+        elements = ranks * self._keys_and_values
+        # gradients up to the end of a slice, or to the ends of this rank's two runs of it
+        ends = (slices + 1) / 2 if ranks == 1 else slices + 1 / (2 * ranks)
+        copied = _COPIED if ranks == 1 else _GATHERED
+        return PassSeconds(self.moved(copied * elements), self.moved(_ADDED * elements * ends))
+
+    @property
+    def _keys_and_values(self) -> float:
+        """Elements of the keys and values of a microbatch in one layer on this rank."""
+        return self.tokens * self.model.attention.kept / self.strategy.tensor
+
+    def _gathered(self) -> PassSeconds:
+        """Return the work of gathering keys and values of every slice, and scattering gradients.
+
+        Keys and values have a collective each, for which the computation waits.
+        """
+        model, strategy = self.model, self.strategy
+        received = (strategy.context - 1) * self._keys_and_values / 2 / strategy.slices
+        calls, link = 2 * strategy.slices, self._context_link
+        attended = model.attention.attended
+        queries = model.attention_heads * model.attention.score_width - attended
+        share = 4 * self.tokens / strategy.tensor
+        summed = _SCATTERED * strategy.context * self._keys_and_values
+        return self._begun(*_RUNS) + PassSeconds(
+            calls * link.seconds(2 * received) + self.moved(share * attended),
+            calls * link.seconds(4 * received) + self.moved(share * queries + summed),
+        )
 
     def _added_by_slices(self, weights: float) -> PassSeconds:
         """Return the work of reading and writing gradients of weights for W of every slice."""
@@ -424,16 +453,22 @@ class Workload:
         """Return the seconds that keys, values and their gradients take beyond the scores.
 
         They travel step by step around the ring: all but the first step is hidden by the scores.
+        Those of slices are gathered.
         """
-        strategy, model = self.strategy, self.model
-        ranks = strategy.context
+        ranks = self.strategy.context
         if ranks == 1:
             return PassSeconds()
-        near = strategy.tensor * ranks <= self.device.node.gpus
-        links = self.device.collectives
-        link = links.in_node if near else links.between_nodes
-        step = link.seconds(2 * self.tokens * model.attention.kept / strategy.tensor)
+        if self.strategy.gathers:
+            return self._gathered()
+        step = self._context_link.seconds(2 * self._keys_and_values)
         scores = self._scores()
         forward = (ranks - 1) * max(0.0, step - scores.forward / ranks)
         backward = (ranks - 1) * max(0.0, 2 * step - scores.backward / ranks)
         return PassSeconds(forward, backward)
+
+    @property
+    def _context_link(self) -> Link:
+        """Link between context-parallel ranks."""
+        links = self.device.collectives
+        near = self.strategy.spread <= self.device.node.gpus
+        return links.in_node if near else links.between_nodes

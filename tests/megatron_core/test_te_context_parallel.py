@@ -15,9 +15,13 @@ from gpt_cases import GPTCase
 from rank_process import Kind
 from ranks import RankPool, RankPools
 from sizes import every_value, first
-from te_attention import layers_with_attention
+from small_models import load, small
+from te_attention import install, layers_with_attention
 from te_cases import unlike
-from te_models import EXPERTS
+from te_models import EXPERTS, layers_of_te
+
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb_plan.byte_counts import layer_held
 
 PLAIN = GPTCase()
 
@@ -71,3 +75,45 @@ def test_two_ranks_of_a_sequence_compute_what_one_does(
     case = shared(how, whole, slices=slices)
     for found in ranks(4, Kind.TRANSFORMER_ENGINE).run(gradients, case=case):
         assert unlike(found, {name: expected[name] for name in found}, tolerance=0.03) == []
+
+
+def with_attention_of_te(config: Any, vp_stage: int | None) -> Any:
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    layer = layers_of_te(config, vp_stage)
+    install()
+    layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
+    return layer
+
+
+def most_held(case: GPTCase) -> int:
+    gpt_cases._specification = with_attention_of_te
+    with gpt_cases.built(case, "1f1b", 1) as (adapter, chunks):
+        assert adapter is not None
+        memory = ActivationMemory(p for chunk in chunks for p in chunk.parameters())
+        adapter.track(memory)
+        with memory.watching():
+            data = [gpt_cases.microbatches(case, 1)]
+            gpt_cases.forward_backward(adapter.forward_backward_func, chunks, data, 1)
+    return memory.peak_bytes
+
+
+@pytest.mark.full
+def test_ranks_of_a_slice_hold_what_the_planner_counts_more(
+    ranks: RankPools, te_pool: RankPool
+) -> None:
+    """What a layer holds of four slices, on two ranks and on one: the norms differ from counts."""
+    planned, measured = [], []
+    model = small(
+        hidden_size=32, attention_heads=4, sequence_length=gpt_cases.SEQUENCE, flash_attention=True
+    )
+    for size in (1, 2):
+        workload = load(model, slices=4, microbatch=2, context=size)
+        planned.append(layer_held(workload, 0).activation)
+        case = shared("all_gather", replace(PLAIN, slices="4", rotary=True))
+        cases = [replace(case, layers=layers, context_parallel=size) for layers in (4, 6)]
+        four = ranks(2 * size, Kind.TRANSFORMER_ENGINE)
+        few, more = (four.run(most_held, case=each)[0] for each in cases)
+        measured.append(more - few)
+    calls = 16 * (8 - 4 / 2)  # state of a random generator for each call of attention
+    assert measured[1] - measured[0] / 2 - calls == planned[1] - planned[0] / 2 > 0

@@ -15,7 +15,7 @@ from megatron_zb_plan.model import ModelConfig, read_model
 from megatron_zb_plan.operators import all_weights, model_flops
 from megatron_zb_plan.prediction import IterationSettings, predict
 from megatron_zb_plan.search import search
-from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.settings import CountedSettings, PlanJob
 from megatron_zb_plan.stages import cut_into_stages
 from megatron_zb_plan.step import Travel
 from megatron_zb_plan.strategy import MEGATRON_1F1B, Choices, Strategy, candidates_of, strategies
@@ -95,6 +95,17 @@ def test_a_long_sample_is_cut_and_a_short_one_is_not_unless_asked() -> None:
     asked = Choices(context=(2,), tensor=(2,), pipeline=(4,))
     found_strategies = list(strategies(dense(sequence_length=4096), device(), 32, 64, asked))
     assert {(s.context, s.data) for s in found_strategies} == {(2, 2)}
+
+
+def test_rates_by_formula_count_the_tokens_of_all_ranks() -> None:
+    choices = Choices(tensor=(1,), pipeline=(2,), context=(1, 4), recompute=("none",))
+    model, on = dense(sequence_length=32768), device()
+    job = PlanJob(model, on, 8, on.memory_bytes, 8, 32768, choices)
+    (candidate,) = candidates_of(["v-half"])[2:]
+    found = CountedSettings.of(job).ordered(candidate)
+    assert {setting.load.strategy.context for setting in found} == {1, 4}
+    for setting in found:
+        assert setting.rate * setting.seconds == pytest.approx(8 * 32768)
 
 
 # --- experts over all ranks of a pipeline rank ---------------------------------------------------

@@ -32,8 +32,8 @@ from megatron_zb_plan.prediction import (
     predict,
 )
 from megatron_zb_plan.request import read_training
-from megatron_zb_plan.search import Plan, search
-from megatron_zb_plan.settings import PlanJob
+from megatron_zb_plan.search import Plan, _Looking, _Tried, search
+from megatron_zb_plan.settings import CountedSettings, EvenSplit, PlanJob, estimated_memory
 from megatron_zb_plan.slices import unrolled, with_slices
 from megatron_zb_plan.stages import StageWorkload, cut_into_stages
 from megatron_zb_plan.strategy import (
@@ -117,6 +117,23 @@ def test_what_slices_add_to_a_layer_is_what_a_hand_counts() -> None:
     assert slicing.attention == pytest.approx(seconds / whole_forward)
 
 
+def test_what_ranks_of_a_slice_gather_and_scatter_is_what_a_hand_counts() -> None:
+    ring, shared = load(LONG, context=4), load(LONG, context=4, slices=8)
+    kernel, byte = ring.device.kernels.seconds, 1 / ring.device.memory_bandwidth.reached
+    link, elements = ring.device.collectives.in_node, 32768 * 2 * 4 * 64
+    assert ring.layer(0).forward < load(LONG).layer(0).forward / 3  # the ring is hidden
+    more = shared.layer(0) + ring.layer(0) * -1
+    received, own = elements / 16 * 3 / 4, 4 * 32768 / 4 * 1024
+    forward = (7 * (4 + 1 + 8) + 8 * 7) * kernel + (6 * elements + own) * byte
+    assert more.forward == pytest.approx(forward + 16 * link.seconds(2 * received))
+    moved = 18 * elements * sum(i + (i + 1) + 1 / 8 for i in range(8)) / 8
+    backward = (7 * (4 + 1 + 14) + 8 * 8) * kernel + (moved + 12 * elements + own) * byte
+    assert more.backward == pytest.approx(backward + 16 * link.seconds(4 * received))
+    alone = load(LONG, slices=8).layer(0) + load(LONG).layer(0) * -1
+    assert more.weight == pytest.approx(alone.weight)
+    assert shared.message() == ring.message() / 8
+
+
 def test_slices_of_equal_time_take_equally_long() -> None:
     staged = cut("zb-h1", slices=4, by_time=True)
     assert staged.slicing is not None
@@ -141,6 +158,12 @@ def test_prefixes_and_full_recomputation_keep_keys_and_values() -> None:
     inputs = 2 * 32768 * 1024
     assert staged.held[0].activation == 2 * (inputs + keys)
     assert cut("1f1b", recompute="full").held[0].activation == 2 * inputs
+    shared = cut("1f1b", slices=8, context=4, recompute="full")
+    assert shared.prefix(0) == keys * (3 * 2 + 6)
+    assert shared.held[0].activation == 2 * (inputs / 4 + keys)
+    more = cut("zb-h1", slices=8, context=4).held[0].activation
+    more -= cut("zb-h1", context=4).held[0].activation
+    assert more == 2 * (keys * 3 / 4 + inputs / 4)  # outputs of attention are as wide as inputs
 
 
 def test_many_microbatches_are_continued_from_the_first_ones(
@@ -178,6 +201,24 @@ def test_slices_are_proposed_where_few_microbatches_do_not_fit() -> None:
     assert f"with --pipeline-slices {first.slicing}" in said["recommendation"]
 
 
+def test_few_settings_that_cannot_fit_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = EvenSplit(load(LONG, slices=8, recompute="full"))
+    waits, runs = (estimated_memory(split, of(name), 8, None) for name in ("zb-h1", "1f1b"))
+    more = split.held.for_weight - split.held.activation  # W needs what is not kept
+    assert waits - runs == pytest.approx((4 + 8 - 1) / 8 * more)
+    assert more > 0
+
+    def fits_not(_: Any, setting: Any, staged: StageWorkload, found: Any, __: float) -> bool:
+        found.tried.append(_Tried(setting, staged, None))
+        return False
+
+    monkeypatch.setattr("megatron_zb_plan.search._Looking._simulated", fits_not)
+    monkeypatch.setattr("megatron_zb_plan.search._BUILT", 1)
+    job = PlanJob(LONG, a100(), 4, 80 * GIB, 4, 32768, ONE, vocabulary="off")
+    found = _Looking(CountedSettings.of(job), 2).at(of("zb-h1"))
+    assert found.settings > len({str(tried.setting) for tried in found.tried}) == 1
+
+
 def test_rows_of_megatrons_remedies_are_megatrons() -> None:
     names = [one.name for one in with_slices(candidates_of(["v-half"]), [4], named=True)]
     assert {name in MEGATRON_OWN for name in names if name.startswith("Megatron")} == {True}
@@ -185,12 +226,17 @@ def test_rows_of_megatrons_remedies_are_megatrons() -> None:
     assert "v-half sliced" not in MEGATRON_OWN
 
 
-def test_training_takes_the_flags_of_a_plan() -> None:
+@pytest.mark.parametrize("context", [1, 2])
+def test_training_takes_the_flags_of_a_plan(context: int) -> None:
     parser = settings.add_megatron_lm_arguments(argument_table.parser_of("0.16"))
-    words = [*model_flags(LONG), *" ".join(flags(plan(16.5).ranked[0], 4)).split()]
-    args = parser.parse_args(words)
+    choices = replace(ONE, pipeline=(4 // context,), context=(context,), slices=(4,))
+    row = next(row for row in plan(20, choices).ranked if row.slicing)
+    args = parser.parse_args([*model_flags(LONG), *" ".join(flags(row, 4)).split()])
     assert args.pipeline_slices is not None
+    assert args.context_parallel_size == context
     assert [*refusals(of_arguments(args))] == []
+    args.cp_comm_type = ["p2p"]
+    assert any(refusals(of_arguments(args))) is (context > 1)
 
 
 def test_whole_microbatches_have_the_same_rows_beside_slices() -> None:
@@ -202,7 +248,7 @@ def test_whole_microbatches_have_the_same_rows_beside_slices() -> None:
     assert "slices" not in as_json(whole)["ranked"][0]
 
 
-def test_slices_are_of_samples_that_nothing_else_cuts_and_long_enough() -> None:
+def test_slices_are_long_enough_on_all_ranks_that_share_them() -> None:
     choices = replace(ONE, tensor=(1, 2), pipeline=(1, 4), context=(1, 2), slices=(1, 3, 8, 16))
     choices = replace(choices, slice_tokens=2048)
     found = [*strategies(LONG, a100(), 16, 16, choices, 32768)]
@@ -212,9 +258,13 @@ def test_slices_are_of_samples_that_nothing_else_cuts_and_long_enough() -> None:
             for s in found
             if s.slices > 1 and s.by_time is by_time
         }
-        assert sizes == {(1, 4, 1, 8), (1, 4, 1, 16), (2, 4, 1, 8)}
+        assert sizes == {(1, 4, 1, 8), (1, 4, 1, 16), (2, 4, 1, 8), (1, 4, 2, 8)}
     fp8 = replace(choices, precision="fp8")
     assert all(s.slices == 1 for s in strategies(LONG, a100(), 16, 16, fp8, 32768))
+    odd = replace(choices, tensor=(1,), pipeline=(4,), context=(1, 2), slice_tokens=1)
+    found = [*strategies(LONG, a100(), 16, 16, odd, 2 * 8 * 3)]
+    assert {s.slices for s in found if s.context == 1} == {1, 3, 8, 16}
+    assert {s.slices for s in found if s.context == 2} == {1, 3}  # a rank has two runs of a slice
 
 
 @pytest.mark.parametrize(
