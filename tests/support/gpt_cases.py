@@ -638,7 +638,9 @@ def _forward_step(
     length = batch["tokens"].size(1)
     if "images" in batch:
         text = (batch["tokens"], batch["positions"], None, batch["labels"], batch["loss_mask"])
-        return _with_loss(*model(batch["images"], *text))
+        output, mask = model(batch["images"], *text)
+        contiguous: Any = None if mask is None else mask.contiguous()  # as pretrain_vlm.py does
+        return _with_loss(output, contiguous)
     causal = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     mask = batch.get("attention_mask", causal)
     compute = model.build_schedule_plan if return_schedule_plan else model
