@@ -2,7 +2,7 @@
 
 A data-parallel rank has its share of the batch, in one go. A pipelined rank has the whole batch, as
 decoupled updates let steps overlap; "pipe-bd, shares" has the data-parallel ranks' microbatches,
-and tells what the larger ones bring.
+so that the gain of larger ones can be seen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_zb_distill.schedule.distribution import BlockCosts, distribute
 BASELINE = "block by block"
 RUN_AHEAD = 4
 _STEPS = 4
-"""Times as many steps in a row as of more microbatches."""
+"""Factor of ``--steps``: steps of one microbatch are shorter, so more of them are timed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Times ways to distil the same blocks, by turns, and compares what they have trained."""
+"""Time different ways to distil the same blocks, and compare the weights that they train."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def in_a_pipeline(
 
 
 def timed(ways: Mapping[str, Way], fresh: Blocks, steps: int, repetitions: int) -> dict[str, Any]:
-    """Time steps in a row, in all ways by turns. Collective over all ranks.
+    """Time consecutive steps of every way, one way after another. Collective over all ranks.
 
     ``fresh`` are untrained blocks: how far students have come is measured from them.
     """

@@ -421,7 +421,8 @@ class SlicedReading:
             )
         if self._has_documents:
             self._starts[number] = starts_of(microbatch, self.borders[-1])
-        # attention is causal, whatever mask comes along
+        elif microbatch.get("attention_mask") is not None:
+            self._check_causal(microbatch["attention_mask"])
         left_out = {"attention_mask", "dataset_id"}  # the latter of a blend of data sets
         left_out |= OF_DOCUMENTS if self._has_documents else set()
         found = {n: t for n, t in microbatch.items() if n not in left_out and t is not None}
@@ -432,6 +433,18 @@ class SlicedReading:
                     "behind its first: leave the flag out for this data"
                 )
         return found
+
+    def _check_causal(self, mask: torch.Tensor) -> None:
+        """Refuse a mask that keeps attention within documents: slices leave masks out."""
+        length = self.borders[-1]
+        if (
+            mask.shape[-2:] == (length, length)
+            and starts_of({"attention_mask": mask}, length).any()
+        ):
+            raise UsageError(
+                f"{FLAG}: attention_mask of a microbatch keeps attention within documents, which "
+                "are cut for Megatron-LM's own data only: leave the flag out for this data"
+            )
 
 
 class TokenCounts:

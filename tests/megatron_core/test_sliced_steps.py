@@ -191,6 +191,12 @@ def test_samples_of_a_blend_are_cut() -> None:
     cut = [*SlicedReading(iter(whole), (0, 6, 8))]
     assert [one.keys() for one in cut] == [{"tokens"}] * 2
     assert torch.equal(torch.cat([one["tokens"] for one in cut], dim=1), tokens)
+    causal = torch.ones(2, 1, 8, 8).triu(1).bool()
+    sample = {"tokens": tokens, "attention_mask": causal}
+    assert [one.keys() for one in SlicedReading(iter([sample]), (0, 6, 8))] == [{"tokens"}] * 2
+    causal[1, 0, 5:, :5] = True  # a document from token 5 on
+    with pytest.raises(UsageError, match="attention_mask of a microbatch keeps attention within"):
+        next(SlicedReading(iter([sample]), (0, 6, 8)))
     with pytest.raises(UsageError, match="cu_seqlens of a microbatch has no axis of 8 tokens"):
         next(SlicedReading(iter([{"cu_seqlens": tokens[:, :3]}]), (0, 6, 8)))
 

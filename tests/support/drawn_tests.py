@@ -9,21 +9,31 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-
-import pytest
+from typing import Protocol, TypeVar
 
 ONE_OF = {"slow": 4, "full": 100}
 """Of how many tests with this mark one is drawn."""
 
 
-def left_out(items: Iterable[pytest.Item], seed: str | None) -> dict[str, list[pytest.Item]]:
+class Marked(Protocol):
+    """What drawing needs of a test."""
+
+    @property
+    def nodeid(self) -> str: ...
+    def get_closest_marker(self, name: str, /) -> object: ...
+
+
+_Test = TypeVar("_Test", bound=Marked)
+
+
+def left_out(items: Iterable[_Test], seed: str | None) -> dict[str, list[_Test]]:
     """Return the tests that a run leaves out, by their mark.
 
     Args:
         items: all tests.
         seed: any text; without it, slow tests are all tried, and those marked full are not.
     """
-    found: dict[str, list[pytest.Item]] = {mark: [] for mark in ONE_OF}
+    found: dict[str, list[_Test]] = {mark: [] for mark in ONE_OF}
     for item in items:
         marks = [mark for mark in ONE_OF if item.get_closest_marker(mark)]
         if not marks:
@@ -34,6 +44,6 @@ def left_out(items: Iterable[pytest.Item], seed: str | None) -> dict[str, list[p
     return found
 
 
-def _is_drawn(item: pytest.Item, seed: str, one_of: int) -> bool:
+def _is_drawn(item: Marked, seed: str, one_of: int) -> bool:
     """Return the same in every process, whatever the other tests are."""
     return zlib.crc32(f"{seed} {item.nodeid}".encode()) % one_of == 0

@@ -37,6 +37,7 @@ from megatron.core.rerun_state_machine import (
     initialize_rerun_state_machine,
 )
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
 from megatron_zb.megatron_core.random_streams import initialise_by_global_name
 
@@ -117,6 +118,7 @@ class BridgeJob:
         unset_num_microbatches_calculator()
         init_num_microbatches_calculator(0, None, MICROBATCHES, 1, 1)
         destroy_rerun_state_machine()
+        destroy_moe_metrics_tracker()  # its entries have groups of an earlier case
         initialize_rerun_state_machine()
         provider.finalize()
         self._groups = ProcessGroupCollection.use_mpu_process_groups()

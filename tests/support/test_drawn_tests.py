@@ -21,7 +21,7 @@ class Named:
 
 
 def drawn(items: list[Named], seed: str | None) -> set[Named]:
-    out = left_out(items, seed)  # type: ignore[arg-type]
+    out = left_out(items, seed)
     return {*items} - {item for of_mark in out.values() for item in of_mark}
 
 
@@ -45,7 +45,7 @@ def test_without_a_seed_slow_tests_are_tried_and_further_combinations_are_not() 
     ]
     assert drawn(items, None) == {usual, slow}
     assert all(usual in drawn(items, str(seed)) for seed in range(20))
-    out = left_out([full, both], None)  # type: ignore[list-item]
+    out = left_out([full, both], None)
     assert [len(out[mark]) for mark in ("slow", "full")] == [0, 2]
 
 
