@@ -7,7 +7,8 @@ ranks are missing: what they would have sent is drawn at random where it would h
 what is sent to them leaves after the next pass. A rank's activation memory is its peak without
 what was there before the step: weights and gradients. The table compares the worst rank of each
 schedule with 1F1B's, and with what the simulator says: once with activations held whole until W,
-once with the bytes that one layer was measured to hold after F and after B.
+once with the bytes that one layer was measured to hold after F and after B. ``v-half/8`` is v-half
+on microbatches cut into 8 token slices. ``--timed`` measures steps, too: what slices cost a rank.
 
 On a GPU everything that is allocated counts. On a CPU only what is kept for backward, for W and as
 messages counts, not what an operation needs while it runs. Measures on a GPU if there is one, else
@@ -20,6 +21,7 @@ import argparse
 import gc
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -37,8 +39,10 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.schedules.passes import Channel
+from megatron_zb.schedules.slices import costs_of
 
 BASE = "1f1b"
+TIMED_STEPS = 2
 TARGETS = {"v-zb": 1.03, "v-half": 0.66, "v-min": 0.54}  # on a GPU, 8 ranks, a 7B-like layer
 SCHEDULES = ["1f1b", "zb-h1", "v-zb", "v-half", "v-min"]
 ON_CPU = LayerSizes(hidden=128, heads=4, ffn_hidden=344, seq_length=128, micro_batch_size=1)
@@ -55,6 +59,7 @@ class Job:
     implementation: str
     dtype: str
     device: torch.device
+    timed: bool = False
 
 
 def main() -> None:
@@ -68,6 +73,7 @@ def main() -> None:
         implementation=args.implementation,
         dtype=args.dtype,
         device=device,
+        timed=args.timed,
     )
     reason = layer_sizes.missing(job.implementation, device)
     if reason is not None:
@@ -80,6 +86,8 @@ def main() -> None:
     results = {name: measure(table, job, layer) for name, table in tables.items()}
     one_device.finish()
     for result in results.values():
+        if job.timed:
+            result["seconds_ratio"] = result["step_seconds"] / results[BASE]["step_seconds"]
         for peak in ("peak_bytes", "promised_microbatches", "simulated_bytes"):
             result[f"{peak}_ratio"] = result[peak] / results[BASE][peak]
     _report(results, layer, job)
@@ -107,19 +115,27 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="(default bf16)")
     parser.add_argument(
+        "--timed", action="store_true", help="also measure the seconds of every rank's steps"
+    )
+    parser.add_argument(
         "--schedules",
         nargs="+",
         default=SCHEDULES,
         metavar="NAME",
-        help=f"{BASE} is always measured (default {' '.join(SCHEDULES)})",
+        help=f"{BASE} is always measured; v-half/8 cuts microbatches into 8 token slices "
+        f"(default {' '.join(SCHEDULES)})",
     )
     return parser.parse_args()
 
 
 def _build(name: str, job: Job) -> schedules.Schedule:
     """A schedule whose stages have equally many layers: ratios would mix in the placement."""
+    family, _, slices = name.partition("/")
     schedule = schedules.build(
-        name, pipeline_size=job.pipeline_size, num_microbatches=job.num_microbatches
+        family,
+        pipeline_size=job.pipeline_size,
+        num_microbatches=job.num_microbatches,
+        slices=int(slices or 1),
     )
     chunks = schedule.placement.chunks
     if job.layers_per_rank % chunks:
@@ -160,28 +176,35 @@ class StandInPeers(Channels):
 
 @dataclass(frozen=True)
 class Role:
-    """What a chunk does at the ends of the model; its data iterator says it."""
+    """What a chunk does at the ends of the model, as the iterator over its microbatches."""
 
     is_first: bool
     is_last: bool
+    seq_length: int
+    device: torch.device
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        return {"loss_mask": torch.ones(1, self.seq_length, device=self.device)}
 
 
 def measure(schedule: schedules.Schedule, job: Job, layer: dict[str, int]) -> dict[str, Any]:
     """The peak of every rank, and what the simulator says."""
     begin = time.perf_counter()
-    peaks, counted = [], ""
-    for rank in range(job.pipeline_size):
-        peak, counted = _replay(schedule, rank, job)
-        peaks.append(peak)
-    promised = schedules.simulate(schedule, _costs(job))
-    simulated = schedules.simulate(schedule, _costs(job, layer))
+    replays = [_replay(schedule, rank, job) for rank in range(job.pipeline_size)]
+    peaks = [replay.peak_bytes for replay in replays]
+    units = schedule.num_microbatches
+    promised, simulated = (
+        schedules.simulate(schedule, costs_of(schedule, costs))
+        for costs in (_costs(job), _costs(job, layer))
+    )
     return {
         "peak_bytes": max(peaks),
         "worst_rank": peaks.index(max(peaks)),
         "peak_bytes_of_ranks": peaks,
-        "promised_microbatches": max(promised.peak_activation),
+        "promised_microbatches": max(promised.peak_activation) / units * job.num_microbatches,
         "simulated_bytes": max(simulated.peak_memory),
-        "counted": counted,
+        "counted": replays[-1].counted,
+        "step_seconds": max(replay.step_seconds for replay in replays),
         "seconds": time.perf_counter() - begin,
     }
 
@@ -219,8 +242,17 @@ def _warm_up(schedule: schedules.Schedule, job: Job) -> None:
     _replay(schedule, job.pipeline_size - 1, job)
 
 
-def _replay(schedule: schedules.Schedule, rank: int, job: Job) -> tuple[int, str]:
-    """The peak of one physical rank in one training step, and what was counted."""
+@dataclass(frozen=True)
+class Replay:
+    """One rank's training step: its peak, what was counted, and the least seconds if timed."""
+
+    peak_bytes: int
+    counted: str
+    step_seconds: float
+
+
+def _replay(schedule: schedules.Schedule, rank: int, job: Job) -> Replay:
+    """Replay one physical rank."""
     from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter
     from megatron_zb.megatron_core.connections import ChannelsPart
     from megatron_zb.schedules.layout import Layers
@@ -251,7 +283,16 @@ def _replay(schedule: schedules.Schedule, rank: int, job: Job) -> tuple[int, str
     )
     with meter.watching():
         step()
-        return meter.peak_bytes, meter.counts
+        peak = meter.peak_bytes
+    seconds = [_timed(step) for _ in range(TIMED_STEPS)] if job.timed else [0.0]
+    return Replay(peak, meter.counts, min(seconds))
+
+
+def _timed(step: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
 
 
 def _build_chunks(adapter: Any, rank: int, job: Job) -> tuple[list[Any], list[Role]]:
@@ -264,7 +305,8 @@ def _build_chunks(adapter: Any, rank: int, job: Job) -> tuple[list[Any], list[Ro
         job.sizes, per_chunk, DTYPES[job.dtype], job.device, job.implementation
     )
     for chunk in range(adapter.chunks):
-        role = Role(adapter.pre_process(rank, chunk), adapter.post_process(rank, chunk))
+        ends = adapter.pre_process(rank, chunk), adapter.post_process(rank, chunk)
+        role = Role(*ends, job.sizes.seq_length, job.device)
         roles.append(role)
         chunks.append(
             gpt_layers.build(
@@ -297,7 +339,8 @@ def _forward_step(job: Job, role: Role, model: Any) -> tuple[torch.Tensor, Any]:
     """One microbatch through a chunk; without an embedding, the model's input is drawn."""
     import gpt_layers
 
-    sizes, tokens, labels = job.sizes, None, None
+    length = next(role)["loss_mask"].shape[1]
+    sizes, tokens, labels = replace(job.sizes, seq_length=length), None, None
     shape = (sizes.micro_batch_size, sizes.seq_length)
     if sizes.vocabulary and role.is_first:
         tokens = torch.randint(sizes.vocabulary, shape, device=job.device)
@@ -343,6 +386,10 @@ def _report(results: dict[str, dict[str, Any]], layer: dict[str, int], job: Job)
         )
     console = Console(width=130)
     console.print(table)
+    for name, result in results.items() if job.timed else ():
+        console.print(
+            f"{name}: steps of the slowest rank take {result['seconds_ratio']:.3f} of 1F1B's"
+        )
     console.print(
         f"MiB are {results[BASE]['counted']}; one layer holds {layer['F'] / 2**20:.1f} after F "
         f"and {layer['B'] / 2**20:.1f} after B"

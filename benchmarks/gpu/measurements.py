@@ -122,9 +122,23 @@ def _over_nccl(name: str, arguments: str, tiny: str = "", **more: Any) -> Measur
     )
 
 
+def _sliced(name: str, arguments: str, tiny: str, **more: Any) -> Measurement:
+    """Training on token slices, over NCCL."""
+    return Measurement(
+        f"one_gpu_training_slices_{name}",
+        "gpu/one_gpu_training.py",
+        f"--nccl --seconds 90 {arguments}",
+        240,
+        f"{_TINY_TRAINING} {_TINY_STEPS} --ranks 2 --schedules {tiny}",
+        needs_nccl=(2, 31),
+        **more,
+    )
+
+
 _TINY_TRAINING = f"--vocabulary 64 --seconds 100 {TINY_LAYER}"
 _TINY_STEPS = "--layers 4 --microbatches 4 --steps 2"
 _DROPOUT = "--dropout 0.1 --schedules v-half+dropped v-half+moved"
+_TINY_SLICES = f"--implementation local --ranks 2 --layers-per-rank 2 --timed {TINY_LAYER}"
 _TINY_RANKS = f"--ranks 4 --microbatches 8 --layers-per-rank 2 --schedules v-half {TINY_LAYER}"
 _WAITING_RECEIVE = Measurement("waiting_receive", "gpu/waiting_receive.py", "", 70, "", alone=True)
 _QUANTIZED = Measurement(
@@ -190,6 +204,29 @@ ONE_GPU = [
         "--dtype bf16",
         needs="transformer_engine",
     ),
+    _sliced("fp32", "--ranks 2 4 --schedules 1f1b+4slices v-half+4slices", "v-half+2slices"),
+    _sliced(
+        "equal",
+        "--ranks 2 --reference 1f1b+4slices --schedules v-half+4slices zb-h1+4slices "
+        "--implementation transformer-engine --dtype bf16",
+        "v-half+2slices --reference 1f1b+2slices",
+        needs="transformer_engine",
+    ),
+    _sliced(
+        "te",
+        "--ranks 2 --schedules v-half+4slices v-zb+2slices --implementation transformer-engine "
+        "--dtype bf16",
+        "zb-h1+2slices",
+        needs="transformer_engine",
+    ),
+    Measurement(
+        "distillation",
+        "gpu/distillation.py",
+        "",
+        240,
+        "--hidden 64 --seq-length 32",
+        needs_nccl=(2, 31),
+    ),
     Measurement(
         "one_gpu_training_dropout",
         "gpu/one_gpu_training.py",
@@ -207,6 +244,16 @@ ONE_GPU = [
     _SPLIT_BACKWARD,
     Measurement("rank_memory", "rank_memory.py", "", 100, _TINY_RANKS, alone=True),
     _TE_MEMORY,
+    Measurement(
+        "rank_memory_of_slices",
+        "rank_memory.py",
+        "--implementation transformer-engine --ranks 4 --microbatches 4 --layers-per-rank 2 "
+        "--seq-length 16384 --timed --schedules 1f1b/4 v-half v-half/4 v-half/8 v-half/16",
+        120,
+        f"{_TINY_SLICES} --schedules v-half/2",
+        needs="transformer_engine",
+        alone=True,
+    ),
     Measurement(
         "rank_memory_of_a_whole_model",
         "rank_memory.py",

@@ -74,7 +74,9 @@ def _training(found: dict[str, Any]) -> Iterator[Row]:
     for result in found.get("results", []):
         outcome = result.get("failed") or f"losses and weights bit-equal to {of}'s"
         if "failed" not in result and not result["equal_losses"]:
-            outcome = f"losses differ by up to {result['largest_loss_difference']:g}"
+            most = result["largest_loss_difference"]
+            within = most <= result.get("tolerance", 0.0)
+            outcome = f"losses within {most:.1e}" if within else f"losses differ by up to {most:g}"
         elif "failed" not in result and result["differing_weights"]:
             outcome = f"{len(result['differing_weights'])} weights differ"
         outcomes.append((f"{result['schedule']}/{result['ranks']}", outcome))
@@ -97,6 +99,8 @@ def _features(found: dict[str, Any]) -> Iterator[Row]:
         outcome = f"not shown: {row['why']}"
         if row["equal"] is not None:
             outcome = "equal losses" if row["equal"] else f"OTHER LOSSES {row['why']}".strip()
+            if not row["equal"] and row.get("within", 1.0) <= found.get("tolerance", 0.0):
+                outcome = f"losses within {found['tolerance']:g}"
         schedules = outcomes.setdefault(outcome, {}).setdefault(row["feature"], [])
         schedules.append(row["schedule"] or "Megatron's own")
     for outcome, features in outcomes.items():
@@ -135,6 +139,9 @@ def _memory(found: dict[str, Any]) -> Iterator[Row]:
         whole = ", whole model" if found["job"]["sizes"]["vocabulary"] else ""
         what = f"peak of 1F1B's, worst rank, {found['job']['implementation']}{whole}"
         yield Row("", what, ", ".join(peaks))
+    if found["job"].get("timed"):
+        times = [f"{name} {each['seconds_ratio']:.3f}" for name, each in found["results"].items()]
+        yield Row("", "step of the slowest rank, of 1F1B's", ", ".join(times))
 
 
 def _steps(found: dict[str, Any]) -> Iterator[Row]:
@@ -177,6 +184,16 @@ def _random_states(found: dict[str, Any]) -> Iterator[Row]:
         yield row._replace(what=f"masks drawn again, RNG tracker {row.what}")
 
 
+def _distillation(found: dict[str, Any]) -> Iterator[Row]:
+    for name, result in found.get("results", {}).items():
+        outcome = result.get("failed")
+        if outcome is None and "largest_difference" in result:
+            most = result["largest_difference"]
+            outcome = f"losses of every block within {most:.1e} of one rank's"
+            outcome = outcome if most else "losses of every block bit-equal to one rank's"
+        yield Row("", f"distillation in {found['dtype']}, {name}", outcome or "trained")
+
+
 def _ratio(found: dict[str, Any], part: str, whole: str) -> str:
     return f"{found[part] / found[whole]:.2f}"
 
@@ -192,4 +209,5 @@ _READERS: dict[str, Callable[[dict[str, Any]], Iterator[Row]]] = {
     "quantized_gradients": _quantized,
     "graphs": _graphs,
     "random_states": _random_states,
+    "distillation": _distillation,
 }

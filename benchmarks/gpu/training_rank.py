@@ -28,7 +28,7 @@ from one_device import DTYPES
 SEED = 7
 LEARNING_RATE = 0.1
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Job:
     Without a ``schedule`` it is Megatron's own, on one rank; ``megatron`` and
     ``megatron-interleaved`` are Megatron's own on all ranks; ``v-half+moved`` is v-half in less
     memory, with activations that move to the host, and ``v-half+dropped`` with activations that
-    are computed again. ``host_memory`` sends messages as ranks of one GPU must. After
+    are computed again; ``v-half+4slices`` cuts every microbatch into 4 token slices.
+    ``host_memory`` sends messages as ranks of one GPU must. After
     ``stacks_after_seconds`` a rank prints where its threads are. With ``device_each``, each rank
     has a GPU; else all have the first one. With ``nccl``, messages go over NCCL, else over gloo.
     ``fp8`` is Megatron's name of an fp8 recipe. With ``experts``, every MLP is one of so many
@@ -67,6 +68,12 @@ class Job:
         """Tokens of a microbatch: an eighth to all of the sequence length."""
         most = self.sizes.seq_length
         return most * (1 + 5 * microbatch % 8) // 8 if self.unequal else most
+
+    @property
+    def slices(self) -> int | None:
+        """Token slices of every microbatch, as ``+4slices`` asks for them."""
+        way = (self.schedule or "").partition("+")[2]
+        return int(way.removesuffix("slices")) if way.endswith("slices") else None
 
     @property
     def chunks_of_megatron(self) -> int:
@@ -153,25 +160,27 @@ def _adapter(job: Job, losses: list[list[float]]) -> Any:
         return None
     from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter, ScheduleSettings
     from megatron_zb.schedules.layout import Layers
+    from megatron_zb.schedules.slices import Slicing
 
     if job.host_memory:
         from host_memory_channels import share_the_gpu
 
         share_the_gpu()
-    name, _, states = job.schedule.partition("+")
-    limit = 0.55 if states else None
+    name, _, way = job.schedule.partition("+")
     adapter = PipelineAdapter.create(
         ScheduleSettings(
             pipeline_schedule=name,
-            pipeline_memory_limit=limit,
-            pipeline_recompute="auto" if states == "dropped" else None,
-            pipeline_offload="auto" if states == "moved" else None,
+            pipeline_memory_limit=0.55 if way in ("dropped", "moved") else None,
+            pipeline_recompute="auto" if way == "dropped" else None,
+            pipeline_offload="auto" if way == "moved" else None,
+            pipeline_slices=Slicing.equal(job.slices) if job.slices else None,
         ),
         JobSizes(
             pipeline_size=job.ranks,
             num_microbatches=job.microbatches,
             layers=Layers(job.layers),
             copy=0.1,
+            sequence=job.sizes.seq_length,
         ),
     )
     if job.dropout:
@@ -259,13 +268,15 @@ def _batches(job: Job, step: int) -> Iterator[Batch]:
         shape = (job.sizes.micro_batch_size, job.length(microbatch) + 1)
         generator = torch.Generator().manual_seed(1000 * step + microbatch)
         tokens = torch.randint(job.sizes.vocabulary, shape, generator=generator).to(job.device)
-        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        inputs = tokens[:, :-1].contiguous()
+        loss_mask = torch.ones_like(inputs, dtype=torch.float32)
+        yield {"tokens": inputs, "labels": tokens[:, 1:].contiguous(), "loss_mask": loss_mask}
 
 
 def _forward_step(job: Job, batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
     """One microbatch through a chunk; Megatron's own loss would ask a group of one rank."""
-    tokens, labels = next(batches)
-    return model(tokens, None, None), partial(_loss, labels)
+    batch = next(batches)
+    return model(batch["tokens"], None, None), partial(_loss, batch["labels"])
 
 
 def _loss(labels: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:

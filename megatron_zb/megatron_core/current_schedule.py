@@ -164,7 +164,7 @@ class CurrentSchedule:
         Raises:
             UsageError: it is for other sizes, or cannot train.
         """
-        found = (schedule.placement.pipeline_size, schedule.num_microbatches)
+        found = (schedule.placement.pipeline_size, schedule.rules.whole_microbatches(schedule))
         if found != (sizes.pipeline_size, sizes.num_microbatches):
             raise UsageError(
                 f"the schedule {schedule.name} is for {found[0]} pipeline ranks and {found[1]} "
