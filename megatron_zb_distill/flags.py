@@ -287,6 +287,7 @@ def complete(args: argparse.Namespace, model: Mapping[str, Any]) -> argparse.Nam
     arguments.complete(whole, world_size=args.tensor_model_parallel_size)
     whole.padded_vocab_size = model["padded_vocab_size"]
     whole.sequence_parallel = args.sequence_parallel
+    whole.no_gradient_accumulation_fusion = True  # autograd has the gradients: no main_grad
     _check_tensor_parallel(whole)
     _check_experts(whole)
     return whole

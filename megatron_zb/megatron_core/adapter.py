@@ -46,7 +46,10 @@ from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_core.split_backward import SplitBackward, split_linear_layers
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart, device
-from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
+from megatron_zb.megatron_core.transformer_engine import (
+    add_gradients_in_any_order,
+    split_transformer_engine,
+)
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
 from megatron_zb.parsing import flag_of
 from megatron_zb.runtime.activation_memory import ActivationMemory, HostCopyEngines
@@ -244,6 +247,8 @@ class PipelineAdapter:
             split_linear_layers(chunk, split)
             if self.current.splits_backward:
                 split_transformer_engine(chunk, split, self.schedule.name)
+            if self.current.slicing is not None:
+                add_gradients_in_any_order(chunk)
 
     def track(self, memory: ActivationMemory | None) -> None:
         """Count the activations of the steps from the next one on; None to stop."""

@@ -67,6 +67,22 @@ def split_transformer_engine(chunk: torch.nn.Module, split: SplitBackward, sched
             _split_operations(module, split)
 
 
+def add_gradients_in_any_order(chunk: torch.nn.Module) -> None:
+    """Let TE add all weight gradients of a chunk to ``main_grad``, in whatever order they come.
+
+    The first F of a step marks its weight gradient as the one that overwrites ``main_grad``. In
+    token slices it comes after those of all later slices of its microbatch.
+    """
+    for module in chunk.modules():
+        if _is_linear(module):
+            module.forward = partial(_anew, module, module.forward)
+
+
+def _anew(module: Any, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _quantize_weights_anew(module)
+    return whole(*args, **kwargs)
+
+
 def _is_linear(module: Any) -> bool:
     if "transformer_engine.pytorch" not in sys.modules:
         return False  # then there is no such module

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_zb.errors import UsageError
 from megatron_zb_distill import checkpoint
+from megatron_zb_distill.blocks import layer_config
 from megatron_zb_distill.evaluation import compare
 from megatron_zb_distill.flags import check_split, complete, parse
 from megatron_zb_distill.loop import distribution_of, open_job
@@ -206,6 +207,18 @@ def test_what_cannot_be_split_is_refused(
     known = {"num_query_groups": None, "num_experts": None, **MODELS[model]}
     with pytest.raises(UsageError, match=sentence):
         complete(parse(words), known)
+
+
+def test_blocks_keep_their_gradients_where_autograd_puts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apex, on a GPU, would add them to buffers that only Megatron's data parallelism makes."""
+    monkeypatch.setattr("megatron_zb_train.model.find_spec", lambda name: name)
+    words = [*TRAINING.split(), "--teacher-load", str(tmp_path), "--mock-data"]
+    known = {"num_query_groups": None, "num_experts": None, **LLAMA}
+    args = complete(parse(words), known)
+    args.cpu = False
+    assert not layer_config(args, 0).gradient_accumulation_fusion
 
 
 @pytest.mark.parametrize(
