@@ -7,8 +7,9 @@ ranks are missing: what they would have sent is drawn at random where it would h
 what is sent to them leaves after the next pass. A rank's activation memory is its peak without
 what was there before the step: weights and gradients. The table compares the worst rank of each
 schedule with 1F1B's, and with what the simulator says: once with activations held whole until W,
-once with the bytes that one layer was measured to hold after F and after B. ``v-half/8`` is v-half
-on microbatches cut into 8 token slices. ``--timed`` measures steps, too: what slices cost a rank.
+once with the bytes that one layer was measured to hold after F and after B. ``v-half+8slices``
+is v-half on microbatches cut into 8 token slices. ``--timed`` measures steps, too: what slices cost
+a rank.
 
 On a GPU everything that is allocated counts. On a CPU only what is kept for backward, for W and as
 messages counts, not what an operation needs while it runs. Measures on a GPU if there is one, else
@@ -122,7 +123,7 @@ def _arguments() -> argparse.Namespace:
         nargs="+",
         default=SCHEDULES,
         metavar="NAME",
-        help=f"{BASE} is always measured; v-half/8 cuts microbatches into 8 token slices "
+        help=f"{BASE} is always measured; v-half+8slices cuts them into 8 token slices "
         f"(default {' '.join(SCHEDULES)})",
     )
     return parser.parse_args()
@@ -130,7 +131,7 @@ def _arguments() -> argparse.Namespace:
 
 def _build(name: str, job: Job) -> schedules.Schedule:
     """A schedule whose stages have equally many layers: ratios would mix in the placement."""
-    family, _, slices = name.partition("/")
+    family, _, slices = name.removesuffix("slices").partition("+")
     schedule = schedules.build(
         family,
         pipeline_size=job.pipeline_size,

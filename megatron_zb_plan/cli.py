@@ -213,8 +213,8 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
         "--slice-tokens",
         type=int,
         metavar="N",
-        help="least tokens of a slice on a rank of tensor and context parallelism (default 1024): "
-        "products of fewer are slower than counted",
+        help="least tokens of a slice on a rank of tensor and context parallelism (default 1024, "
+        "more for a hidden size below 8192): products of fewer are slower than counted",
     )
     group.add_argument(
         "--vocabulary",

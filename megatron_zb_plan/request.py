@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.parsing import flag_of, size_in_bytes
-from megatron_zb.schedules.slices import LEAST_TOKENS, MOST_SLICES
+from megatron_zb.schedules.slices import LEAST_TOKENS, MOST_SLICES, least_tokens
 from megatron_zb_plan.device import DeviceConfig, read_device
 from megatron_zb_plan.model import ModelConfig, read_model
 from megatron_zb_plan.operators import check_recomputation
@@ -288,7 +288,7 @@ def _choices(arguments: argparse.Namespace, model: ModelConfig, device: DeviceCo
         expert_tensor=_numbers("--expert-tensor", arguments.expert_tensor),
         precision=_check_precision(arguments.precision or "bf16", device),
         slices=_slices(arguments.slices),
-        slice_tokens=LEAST_TOKENS
+        slice_tokens=least_tokens(model.hidden_size)
         if arguments.slice_tokens is None
         else _whole("--slice-tokens", arguments.slice_tokens, LEAST_TOKENS),
         overlap=not arguments.no_overlap_data_parallel,

@@ -169,6 +169,7 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
         attention=attention_of(args),
         sequence=args.seq_length,
         spread=args.tensor_model_parallel_size,
+        hidden=args.hidden_size,
     )
     return build_adapter(args, sizes, Chunks(args.num_virtual_stages_per_pipeline_rank), build)
 

@@ -241,19 +241,20 @@ ONE_GPU = [
     _graphs("--precision delayed"),
     Measurement("random_states", "gpu/random_states.py", "", 40, ""),
     _QUANTIZED,
-    _SPLIT_BACKWARD,
-    Measurement("rank_memory", "rank_memory.py", "", 100, _TINY_RANKS, alone=True),
-    _TE_MEMORY,
     Measurement(
         "rank_memory_of_slices",
         "rank_memory.py",
         "--implementation transformer-engine --ranks 4 --microbatches 4 --layers-per-rank 2 "
-        "--seq-length 16384 --timed --schedules 1f1b/4 v-half v-half/4 v-half/8 v-half/16",
+        "--seq-length 16384 --timed --schedules 1f1b+4slices v-half v-half+4slices v-half+8slices "
+        "v-half+16slices",
         120,
-        f"{_TINY_SLICES} --schedules v-half/2",
+        f"{_TINY_SLICES} --schedules v-half+2slices",
         needs="transformer_engine",
         alone=True,
     ),
+    _SPLIT_BACKWARD,
+    Measurement("rank_memory", "rank_memory.py", "", 100, _TINY_RANKS, alone=True),
+    _TE_MEMORY,
     Measurement(
         "rank_memory_of_a_whole_model",
         "rank_memory.py",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -76,7 +77,8 @@ def _training(found: dict[str, Any]) -> Iterator[Row]:
         if "failed" not in result and not result["equal_losses"]:
             most = result["largest_loss_difference"]
             within = most <= result.get("tolerance", 0.0)
-            outcome = f"losses within {most:.1e}" if within else f"losses differ by up to {most:g}"
+            outcome = f"losses within {_power(most)} of {of}'s"
+            outcome = outcome if within else f"losses differ by up to {most:g} from {of}'s"
         elif "failed" not in result and result["differing_weights"]:
             outcome = f"{len(result['differing_weights'])} weights differ"
         outcomes.append((f"{result['schedule']}/{result['ranks']}", outcome))
@@ -100,7 +102,7 @@ def _features(found: dict[str, Any]) -> Iterator[Row]:
         if row["equal"] is not None:
             outcome = "equal losses" if row["equal"] else f"OTHER LOSSES {row['why']}".strip()
             if not row["equal"] and row.get("within", 1.0) <= found.get("tolerance", 0.0):
-                outcome = f"losses within {found['tolerance']:g}"
+                outcome = f"losses within {_power(row['within'])}"
         schedules = outcomes.setdefault(outcome, {}).setdefault(row["feature"], [])
         schedules.append(row["schedule"] or "Megatron's own")
     for outcome, features in outcomes.items():
@@ -132,16 +134,19 @@ def _split(found: dict[str, Any]) -> Iterator[Row]:
 
 def _memory(found: dict[str, Any]) -> Iterator[Row]:
     peaks = []
+    timed = found["job"].get("timed")
     for name, result in found.get("results", {}).items():
         target = f" (target {MEMORY_TARGETS[name]})" if name in MEMORY_TARGETS else ""
+        target = "" if timed else target
         peaks.append(f"{name} {result['peak_bytes_ratio']:.3f}{target}")
     if peaks:
         whole = ", whole model" if found["job"]["sizes"]["vocabulary"] else ""
-        what = f"peak of 1F1B's, worst rank, {found['job']['implementation']}{whole}"
+        long = f", {found['job']['sizes']['seq_length']} tokens" if timed else ""
+        what = f"peak of 1F1B's, worst rank, {found['job']['implementation']}{whole}{long}"
         yield Row("", what, ", ".join(peaks))
-    if found["job"].get("timed"):
+    if timed:
         times = [f"{name} {each['seconds_ratio']:.3f}" for name, each in found["results"].items()]
-        yield Row("", "step of the slowest rank, of 1F1B's", ", ".join(times))
+        yield Row("", f"step of the slowest rank, of 1F1B's{long}", ", ".join(times))
 
 
 def _steps(found: dict[str, Any]) -> Iterator[Row]:
@@ -189,9 +194,14 @@ def _distillation(found: dict[str, Any]) -> Iterator[Row]:
         outcome = result.get("failed")
         if outcome is None and "largest_difference" in result:
             most = result["largest_difference"]
-            outcome = f"losses of every block within {most:.1e} of one rank's"
+            outcome = f"losses of every block within {_power(most)} of one rank's"
             outcome = outcome if most else "losses of every block bit-equal to one rank's"
         yield Row("", f"distillation in {found['dtype']}, {name}", outcome or "trained")
+
+
+def _power(difference: float) -> str:
+    """Return the power of ten that a difference does not exceed."""
+    return f"{10.0 ** math.ceil(math.log10(difference)):.0e}" if difference else "0"
 
 
 def _ratio(found: dict[str, Any], part: str, whole: str) -> str:

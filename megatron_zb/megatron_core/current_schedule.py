@@ -22,7 +22,7 @@ from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.slices import AUTO, GAIN, LEAST_TOKENS, Slicing, slicing_of
+from megatron_zb.schedules.slices import AUTO, GAIN, Slicing, least_tokens, slicing_of
 from megatron_zb.schedules.slices import costs_of as sliced_costs
 from megatron_zb.schedules.step_plan import (
     NO_ATTENTION,
@@ -65,6 +65,7 @@ class JobSizes:
             for token slices.
         sequence: tokens of a sequence, for token slices.
         spread: ranks of tensor and context parallelism, for token slices.
+        hidden: hidden size, for the number of token slices.
     """
 
     pipeline_size: int
@@ -78,6 +79,7 @@ class JobSizes:
     attention: AttentionWork = NO_ATTENTION
     sequence: int | None = None
     spread: int = 1
+    hidden: int | None = None
 
     @property
     def known_ends(self) -> Ends | None:
@@ -342,7 +344,7 @@ def _slicing(settings: ScheduleSettings, sizes: JobSizes) -> Slicing | None:
     if asked is None:
         return None
     if isinstance(asked, str):
-        least = LEAST_TOKENS * sizes.spread
+        least = least_tokens(sizes.hidden) * sizes.spread
         asked = Slicing.enough(sizes.pipeline_size, sizes.num_microbatches, tokens, least)
     asked.borders(tokens)
     forward, backward = (

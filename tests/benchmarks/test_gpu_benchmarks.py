@@ -389,7 +389,7 @@ def test_a_table_has_what_was_measured_failed_or_had_no_time() -> None:
         "| failed | it took more than 3 s: x |",
         f"| v-zb/2 in {KIND} | losses and weights bit-equal to Megatron's |",
         f"| v-half/2, v-min/4 in {KIND} | 1 weights differ |",
-        f"| zb-h1/2 in {KIND} | losses differ by up to 0.5 |",
+        f"| zb-h1/2 in {KIND} | losses differ by up to 0.5 from Megatron's |",
         "| (F+B+W) / (F+BW), target 1.02 (ms of F/B/W/BW) in bf16 | "
         "local 1.010 (1.00/2.00/3.00/4.00), local-flash 1.010 (1.00/2.00/3.00/4.00) |",
         "| peak of 1F1B's, worst rank, local, whole model | "

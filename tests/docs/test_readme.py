@@ -82,6 +82,7 @@ def gpu_figures(found: dict[str, Any]) -> Iterator[str]:
         for part in found.values()
         if part.get("benchmark") == "one_gpu_training" and part["reference"]["schedule"] is None
         for training in part["results"]
+        if "slices" not in training["schedule"]
     ]
     assert {training["ranks"] for training in trainings} == {2, 4}
     assert all(t["equal_losses"] and not t["differing_weights"] for t in trainings)
@@ -93,7 +94,10 @@ def gpu_figures(found: dict[str, Any]) -> Iterator[str]:
     assert {job["dtype"] for job in jobs} == {"fp32", "bf16"}
     assert any(job.get("fp8") for job in jobs)
     over_nccl = sum(
-        len(part["results"]) for part in found.values() if part.get("job", {}).get("nccl")
+        "slices" not in training["schedule"]
+        for part in found.values()
+        if part.get("job", {}).get("nccl")
+        for training in part["results"]
     )
     yield (
         "in fp32, bf16 and fp8, with experts, offload and recomputation, "
@@ -104,11 +108,18 @@ def gpu_figures(found: dict[str, Any]) -> Iterator[str]:
         for part in found.values()
         if part.get("benchmark") == "features"
         for row in part["rows"]
+        if "within" not in row
     ]
     assert all(row["equal"] for row in rows)
     kinds = {row["feature"].split(",")[0] for row in rows}
     assert {"tensor parallelism", "context parallelism", "distributed optimizer"} <= kinds
     yield "prints equal losses there, also with tensor, context and data parallelism"
+    distilled = found["distillation"]["results"]
+    assert distilled["blocks apart"]["losses"] == distilled["one rank"]["losses"]
+    yield "Blocks are distilled to one rank's bits"
+    sliced = found["rank_memory_of_slices"]["results"]["1f1b+4slices"]
+    least, took = sliced["peak_bytes_ratio"], sliced["seconds_ratio"]
+    yield f"4 token slices of 16384 tokens {least:.2f} in {took:.2f} of the time"
     held = found["rank_memory_transformer_engine"]["results"]
     half, least = (held[name]["peak_bytes_ratio"] for name in ("v-half", "v-min"))
     [ratio] = (
@@ -117,9 +128,10 @@ def gpu_figures(found: dict[str, Any]) -> Iterator[str]:
         if result["implementation"] == "transformer-engine"
     )
     yield (
-        f"With Transformer-Engine's layers, `v-half` allocates {half:.2f} of 1F1B's activations "
-        f"and `v-min` {least:.2f}, and F+B+W takes {ratio:.2f} times F+BW"
+        f"With Transformer-Engine's layers, `v-half` allocates {half:.2f} of 1F1B's activations, "
+        f"`v-min` {least:.2f}"
     )
+    yield (f"F+B+W takes {ratio:.2f} times F+BW")
 
 
 def predictions() -> Iterator[str]:

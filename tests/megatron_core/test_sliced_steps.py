@@ -20,10 +20,11 @@ from sizes import every_value
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter, ScheduleSettings
 from megatron_zb.megatron_core.sliced_documents import starts_of
 from megatron_zb.megatron_core.slices import SlicedReading
 from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.slices import Slicing
@@ -246,3 +247,23 @@ def test_a_sliced_step_is_that_of_the_same_slices_on_one_rank_to_the_last_bit(
         assert gradients.keys() == expected.gradients.keys()
         for key, tensor in gradients.items():
             assert torch.equal(tensor, expected.gradients[key]), key
+
+
+def test_a_table_counts_whole_microbatches() -> None:
+    """Its numbers of microbatches are those of the job, not of slices."""
+    table = schedules.build("v-half", pipeline_size=2, num_microbatches=3, slices=4)
+    job = JobSizes(pipeline_size=2, num_microbatches=3, layers=Layers(4), sequence=64)
+    slicing = PipelineAdapter.of_table(table, job).current.slicing
+    assert slicing is not None and slicing.slices == 4
+    with pytest.raises(UsageError, match="2 pipeline ranks and 3 microbatches, but the job has"):
+        PipelineAdapter.of_table(table, replace(job, num_microbatches=12))
+
+
+@pytest.mark.parametrize(("hidden", "slices"), [(8192, 4), (4096, None)])
+def test_the_number_of_slices_follows_from_the_hidden_size(hidden: int, slices: int | None) -> None:
+    job = JobSizes(
+        pipeline_size=4, num_microbatches=2, layers=Layers(8), sequence=4096, hidden=hidden
+    )
+    settings = ScheduleSettings(pipeline_schedule="zb-h1", pipeline_slices="auto")
+    slicing = PipelineAdapter.create(settings, job).current.slicing
+    assert (slicing and slicing.slices) == slices

@@ -28,7 +28,7 @@ from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.kernels import Plain
 from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
 from megatron_zb.schedules.search.runner import Problem, Runner
-from megatron_zb.schedules.slices import Slicing, costs_of, slicing_of
+from megatron_zb.schedules.slices import Slicing, costs_of, least_tokens, slicing_of
 
 F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 NAMES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto")
@@ -548,3 +548,11 @@ def test_the_gain_of_twice_as_many_slices_is_that_of_1f1b() -> None:
     assert found == pytest.approx(3 * (4 + 3 / slices))
     assert found < 0.98 * before
     assert more > 0.98 * found
+
+
+@pytest.mark.parametrize(
+    ("hidden", "tokens"), [(None, 1024), (16384, 1024), (8192, 1024), (4096, 4096), (2048, 16384)]
+)
+def test_slices_of_narrow_models_are_longer(hidden: int | None, tokens: int) -> None:
+    """A layer of so many tokens does as much as one of 1024 at a hidden size of 8192."""
+    assert least_tokens(hidden) == tokens
