@@ -25,9 +25,9 @@ options:
                      the newest, in an environment of its own, and the version that the patch is for
   --tests-only       no ruff, mypy or codespell
   --full             every combination of schedules, models and ranks, and larger sizes; without it each thing
-                     is tried in a few, of the slow ones by a quarter that the commit draws; the end says how
+                     is tried in a few, of the slow ones by an eighth that the commit draws; the end says how
                      many were not
-  --draw SEED        another quarter of the slow tests, by any text, or all of them (all)
+  --draw SEED        another eighth of the slow tests, by any text, or all of them (all)
   --faults           all faults that a job may suffer (about 30 minutes), and nothing else; what was seen is
                      written to faults.jsonl
   --trainers         the training steps of Megatron-Bridge, verl and ms-swift, in .venv-trainers with Python 3.12, and

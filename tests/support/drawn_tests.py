@@ -1,7 +1,7 @@
 """Which slow tests a whole run tries: those that a seed draws, another part for every commit.
 
 Comparisons of trainings take seconds each, and all of them together half an hour on two cores. A
-run that is given a seed tries one in four of them, and a few of the combinations marked full, which
+run that is given a seed tries one in eight of them, and a few of the combinations marked full, which
 no ordinary run tries. Several commits try what one leaves out; --full leaves out nothing.
 """
 
@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-ONE_OF = {"slow": 4, "full": 100}
+ONE_OF = {"slow": 8, "full": 100}
 """Of how many tests with this mark one is drawn."""
 
 
