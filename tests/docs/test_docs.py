@@ -397,6 +397,21 @@ def test_the_gains_of_blockwise_distillation_are_those_of_the_results(
     made = script.sleeping_table(found["sleeping"]) + script.computing_table(found["real"])
     for line in made + script.batches_table(found["batches"]):
         assert line in page.splitlines(), "run docs/make_pipe_bd.py"
+    four, six = (
+        [
+            each["one after the other"]["seconds"] / each[way]["seconds"]
+            for way in ("candidates", "whole blocks")
+        ]
+        for each in (
+            next(iter(result["cases"].values()))
+            for result in results("library_of_blocks.json")["results"]
+        )
+    )
+    said_of_ways = (
+        f"speedups are {four[0]:.2f} on 4 sleeping ranks, {six[0]:.2f} on 6; with whole blocks "
+        f"{four[1]:.2f}, {six[1]:.2f}"
+    )
+    assert said_of_ways in plain(page)
 
 
 def test_the_table_of_faults_is_made_from_the_results() -> None:
