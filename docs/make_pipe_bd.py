@@ -77,7 +77,7 @@ def batches_table(cells: Iterable[dict[str, Any]]) -> list[str]:
     ]
     batch, blocks = cells[0]["batch"], cells[0]["blocks"]
     return [
-        f"Steps of {batch} samples, {blocks} blocks, by processor time on a busy machine; "
+        f"Steps of {batch} samples, {blocks} blocks, by processor time; "
         f"pipe-bd has microbatches of {batch}, the others of {batch // 2}:",
         "",
         *table(["tokens", *(cell["tokens"] for cell in cells)], rows),

@@ -117,6 +117,12 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         "that share a block count as one",
     )
     group.add_argument(
+        "--redistribute",
+        action="store_true",
+        help="at every checkpoint, distribute the blocks anew by the times that ranks took, if a "
+        "step should take 5 %% less, and continue from the checkpoint; needs --save-interval",
+    )
+    group.add_argument(
         "--tensor-model-parallel-size",
         type=int,
         default=1,
@@ -219,6 +225,11 @@ def check(args: argparse.Namespace) -> None:
         if getattr(args, name) <= 0:
             raise UsageError(f"{flag_of(name)} is {getattr(args, name)}: it must be greater than 0")
     _check_library(args)
+    if args.redistribute and (args.distribution or not (args.save and args.save_interval)):
+        raise UsageError(
+            "--redistribute chooses the distribution at checkpoints: give --save and "
+            "--save-interval, and leave --distribution out"
+        )
     if args.run_ahead < 1:
         raise UsageError(f"--run-ahead is {args.run_ahead}: it must be 1 or greater")
     if not Path(args.teacher_load).is_dir():
@@ -234,6 +245,7 @@ _NOT_WITH_LIBRARY = {
     "save_interval": None,
     "load": None,
     "exit_interval": None,
+    "redistribute": False,
     "save_student": None,
     "candidate": FIRST,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.runtime.observer import Observers
+from megatron_zb.runtime.observer import Observer, Observers
 from megatron_zb.runtime.progress import RankProgress
 from megatron_zb.runtime.watchdog import Watchdog, WatchedRank
 from megatron_zb.schedules.passes import Message
@@ -23,6 +23,7 @@ from megatron_zb_distill.flags import BEST
 from megatron_zb_distill.lanes import Lanes
 from megatron_zb_distill.place import Place, check_distribution, parse_distribution
 from megatron_zb_distill.relay_steps import Exchange, relay_steps
+from megatron_zb_distill.replanning import Replanner
 from megatron_zb_distill.report import Board, BusyTime, DistillReport, Steps
 from megatron_zb_distill.schedule.distribution import Distribution, distribute
 from megatron_zb_distill.schedule.step_by_step import step_by_step
@@ -52,7 +53,10 @@ def distil(job: Job, store: dist.Store) -> None:
         UsageError: data, log or a checkpoint cannot be used, or a block does not learn.
     """
     args = job.args
-    run = open_job(job, distribution_of(job), store)
+    replanner = None
+    if args.redistribute:
+        replanner = Replanner(args, job.library, job.teacher.shape, microbatches_of(args))
+    run = open_job(job, distribution_of(job), store, replanner)
     run.announce(job)
     step = run.first_step
     while not _is_end(args, step) or step == run.first_step < args.train_iters:
@@ -61,12 +65,36 @@ def distil(job: Job, store: dist.Store) -> None:
         step = end
         if args.save and (_divides(args.save_interval, step) or _is_end(args, step)):
             checkpoint.save(args, job.library, run.distribution, run.stage_blocks, step)
+            if not _is_end(args, step):
+                run = _redistributed(job, run, step, store, replanner)
     run.report.finish()
     _finish(args, run, step)
     run.close()
 
 
-def open_job(job: Job, distribution: Distribution, store: dist.Store) -> DistillRun:
+def _redistributed(
+    job: Job, run: DistillRun, step: int, store: dist.Store, replanner: Replanner | None
+) -> DistillRun:
+    """Return the run that goes on from the checkpoint of this step: a new one if that is faster."""
+    if replanner is None:
+        return run
+    found = replanner.find(run.distribution, *run.place, steps=step - run.since)
+    run.since = step
+    if found is None:
+        return run
+    distribution, gain = found
+    run.report.finish()
+    run.report.say(f"steps should take {gain:.0%} less with {distribution}: continuing there")
+    run.close()
+    loaded = argparse.Namespace(**{**vars(job.args), "load": job.args.save})
+    resume = checkpoint.stored_distribution(loaded, job.library)
+    own = dist.PrefixStore(f"from step {step}", store)
+    return open_job(replace(job, resume=resume), distribution, own, replanner)
+
+
+def open_job(
+    job: Job, distribution: Distribution, store: dist.Store, replanner: Replanner | None = None
+) -> DistillRun:
     """Build everything that this rank needs for its steps; collective over all ranks.
 
     Raises:
@@ -78,7 +106,10 @@ def open_job(job: Job, distribution: Distribution, store: dist.Store) -> Distill
     stage_blocks = open_stage_blocks(job.args, job.teacher, job.library, place)
     datasets = data.build_datasets(job.args)
     step = 0 if job.resume is None else checkpoint.load(job.resume[0], stage_blocks)
-    return DistillRun(job.args, distribution, stage_blocks, store, datasets, step)
+    run = DistillRun(job.args, distribution, stage_blocks, store, datasets, step)
+    if replanner is not None:
+        run.observe(replanner.busy)
+    return run
 
 
 def distribution_of(job: Job) -> Distribution:
@@ -167,7 +198,18 @@ class DistillRun:
             busy,
             file,
         )
-        self._observer = Observers([self._progress, busy])
+        self._observers: list[Observer] = [self._progress, busy]
+        self.since = first_step
+        """The step after which the busy time of the steps counts."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's place, and the number of places."""
+        return self._place, self._lanes.place_of(dist.get_world_size())
+
+    def observe(self, busy: BusyTime) -> None:
+        """Let another observer see the passes."""
+        self._observers.append(busy)
 
     def announce(self, job: Job) -> None:
         """Print the start-up lines of the job."""
@@ -193,7 +235,7 @@ class DistillRun:
                 self._steps,
                 self._place,
                 self.stage_blocks.stage(self._embedded),
-                Exchange(self._channels, self._buffer, self._observer),
+                Exchange(self._channels, self._buffer, Observers(self._observers)),
                 first=first,
                 until=end,
             )
