@@ -5,9 +5,6 @@ A model of 70 billion weights on 64 and 256 GPUs, with samples of 128k tokens in
 of 512k in batches of 8M. Each case is one `megatron-zb plan`, whose tensor parallelism is a node's.
 Printed and written are the best row with slices, the best without, and Megatron's 1F1B with full
 recomputation. Nothing is run: costs are counted.
-
-The case of 64 GPUs and 512k tokens in docs/results/slices_plan.json had ``--schedules
-1f1b,interleaved --tries 1``, and no slices beside context parallelism.
 """
 
 from __future__ import annotations
