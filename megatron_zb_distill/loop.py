@@ -65,31 +65,35 @@ def distil(job: Job, store: dist.Store) -> None:
         step = end
         if args.save and (_divides(args.save_interval, step) or _is_end(args, step)):
             checkpoint.save(args, job.library, run.distribution, run.stage_blocks, step)
-            if not _is_end(args, step):
-                run = _redistributed(job, run, step, store, replanner)
+            distribution = None if _is_end(args, step) else _redistributed(run, step, replanner)
+            if distribution is not None:
+                run.close()
+                del run  # the memory of its blocks, before others are built
+                own = dist.PrefixStore(f"from step {step}", store)
+                run = open_job(_continued(job), distribution, own, replanner)
     run.report.finish()
     _finish(args, run, step)
     run.close()
 
 
-def _redistributed(
-    job: Job, run: DistillRun, step: int, store: dist.Store, replanner: Replanner | None
-) -> DistillRun:
-    """Return the run that goes on from the checkpoint of this step: a new one if that is faster."""
+def _redistributed(run: DistillRun, step: int, replanner: Replanner | None) -> Distribution | None:
+    """Return a distribution with which further steps should be faster; None if there is none."""
     if replanner is None:
-        return run
+        return None
     found = replanner.find(run.distribution, *run.place, steps=step - run.since)
     run.since = step
     if found is None:
-        return run
+        return None
     distribution, gain = found
     run.report.finish()
     run.report.say(f"steps should take {gain:.0%} less with {distribution}: continuing there")
-    run.close()
+    return distribution
+
+
+def _continued(job: Job) -> Job:
+    """Return the job that continues from the checkpoint that was just written."""
     loaded = argparse.Namespace(**{**vars(job.args), "load": job.args.save})
-    resume = checkpoint.stored_distribution(loaded, job.library)
-    own = dist.PrefixStore(f"from step {step}", store)
-    return open_job(replace(job, resume=resume), distribution, own, replanner)
+    return replace(job, resume=checkpoint.stored_distribution(loaded, job.library))
 
 
 def open_job(

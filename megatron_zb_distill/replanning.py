@@ -1,9 +1,8 @@
 """Replanning: at a checkpoint, find the distribution anew from the times that stages took.
 
-Blocks are timed alone before the first step. In training, a rank may be slower than another, or
-share its memory or its host. Where a stage takes longer than its blocks did, all of them count as
-so much slower, and if a step should take 5 % less on another distribution, the run goes on there
-from the checkpoint.
+In training, a rank may be slower than another, or share its memory or its host. Where a stage takes
+longer than its blocks take alone, all of them count as so much slower. If a step should take 5 %
+less with another distribution, the run continues with that one from the checkpoint.
 """
 
 from __future__ import annotations
