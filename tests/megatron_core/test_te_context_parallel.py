@@ -77,19 +77,23 @@ def test_two_ranks_of_a_sequence_compute_what_one_does(
         assert unlike(found, {name: expected[name] for name in found}, tolerance=0.03) == []
 
 
-def sliced_gradients(schedule: str) -> dict[str, torch.Tensor]:
+def sliced_gradients(case: GPTCase, schedule: str) -> dict[str, torch.Tensor]:
     gpt_cases._specification = layers_with_attention
-    case = GPTCase(dtype="bfloat16", fused_accumulation=True, slices="4")
+    case = replace(case, dtype="bfloat16", fused_accumulation=True, slices="4")
     return gpt_cases.run(case, schedule, [3])[3].gradients
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_whole_backwards_of_slices_are_added_up(te_pool: RankPool, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "schedule"), [(PLAIN, "1f1b"), (PLAIN, "interleaved"), (EXPERTS, "1f1b")]
+)
+def test_whole_backwards_of_slices_are_added_up(
+    te_pool: RankPool, case: GPTCase, schedule: str
+) -> None:
     """The last slice's backward comes first; TE overwrites by that of the first forward."""
     split: dict[str, torch.Tensor] = {}
-    for found in te_pool.run(sliced_gradients, schedule="v-half"):
+    for found in te_pool.run(sliced_gradients, case=case, schedule="v-half"):
         split |= found
-    for found in te_pool.run(sliced_gradients, schedule=schedule):
+    for found in te_pool.run(sliced_gradients, case=case, schedule=schedule):
         assert unlike(found, {name: split[name] for name in found}, tolerance=0.0) == []
 
 
