@@ -227,7 +227,7 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
         attention=balance.attention_of(with_derived(args)),
         sequence=args.seq_length,
         spread=args.tensor_model_parallel_size * args.context_parallel_size,
-        hidden=args.hidden_size,
+        hidden=getattr(args, "hidden_size", None),
     )
 
 
