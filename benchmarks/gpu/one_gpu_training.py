@@ -45,7 +45,7 @@ SIZES = layer_sizes.LayerSizes(
 )
 SHOWN_LINES = 25
 MEGATRON = "Megatron's own schedule on one rank"
-TOLERANCES = {"fp32": 5e-5, "bf16": 5e-2}  # of losses of token slices
+TOLERANCES = {"fp32": 5e-5, "bf16": 2e-3}  # of losses of token slices, about 8.5
 
 
 @dataclass(frozen=True)
