@@ -30,10 +30,7 @@ from pathlib import Path
 from threading import BoundedSemaphore
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks" / "gpu"))
-
-from launched_ranks import reason_of, run_ranks, started_ranks  # noqa: E402
+from launched_ranks import reason_of, run_ranks, started_ranks
 
 MODEL = """
 --mock-data --tokenizer-type NullTokenizer --vocab-size 1024 --num-layers 8 --hidden-size 256

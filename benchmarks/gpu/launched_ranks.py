@@ -12,11 +12,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from one_device import REPEATABLE
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-from one_device import REPEATABLE  # noqa: E402
-
 Start = tuple[list[str], dict[str, str]]
 """Arguments of Python before a program, and its variables of the environment."""
 

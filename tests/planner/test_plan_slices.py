@@ -248,6 +248,14 @@ def test_whole_microbatches_have_the_same_rows_beside_slices() -> None:
     assert "slices" not in as_json(whole)["ranked"][0]
 
 
+def test_narrow_models_need_longer_slices(capsys: pytest.CaptureFixture[str]) -> None:
+    """At a hidden size of 4096, a rank has 4096 tokens of each."""
+    sizes = "--config llama3_8b --gpus 4 --tensor 1 --pipeline 4 --context 1 --seq-length 16384"
+    words = ["plan", *sizes.split(), "--global-batch-size", "4", "--slices", "8"]
+    assert cli.main(words) == 2
+    assert "and 4096 tokens on every rank" in capsys.readouterr().err
+
+
 def test_slices_are_long_enough_on_all_ranks_that_share_them() -> None:
     choices = replace(ONE, tensor=(1, 2), pipeline=(1, 4), context=(1, 2), slices=(1, 3, 8, 16))
     choices = replace(choices, slice_tokens=2048)
