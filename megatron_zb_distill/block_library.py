@@ -337,8 +337,7 @@ def _store(
 
 def _entry(args: argparse.Namespace, shape: BlockShape, score: float, parameters: int) -> Entry:
     sizes = {k: v for k, v in asdict(shape).items() if k != "learning_rate"}
-    head = args.hidden_size // args.num_attention_heads
-    held = 2 * shape.num_query_groups * head * (2 if args.bf16 else 4)
+    held = 2 * shape.num_query_groups * args.kv_channels * (2 if args.bf16 else 4)
     cache = held if shape.attention == "attention" else 0
     return Entry(**sizes, score=score, parameters=parameters, kv_cache_bytes=cache)
 

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_zb_distill.student import BlockShape
 from megatron_zb_distill.teacher import EXPERTS, LATENT, expert_blocks
-from megatron_zb_train.model import transformer_config
+from megatron_zb_train.model import rotary_arguments, transformer_config
 
 _FIRST_NORM, _SECOND_NORM = "input_layernorm.", "pre_mlp_layernorm."
 
@@ -103,13 +103,26 @@ class ShardedNorm:
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> Any:
         """Build the norm that the configuration asks for."""
-        spec = get_gpt_layer_local_spec(normalization=config.normalization).submodules
-        of_whole = copy.copy(config)
-        of_whole.sequence_parallel = False
-        norm = build_module(spec.input_layernorm, config=of_whole, hidden_size=hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
+        return _norm(config, hidden_size, eps, summed=config.sequence_parallel)
+
+
+class HeadNorm:
+    """A norm of queries or keys, of whose heads every tensor-parallel rank has others."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> Any:
+        """Build the norm, `hidden_size` is that of a head."""
+        return _norm(config, hidden_size, eps, summed=config.tensor_model_parallel_size > 1)
+
+
+def _norm(config: TransformerConfig, hidden_size: int, eps: float, *, summed: bool) -> Any:
+    """Build a norm, whose gradients are marked to be summed over tensor-parallel ranks or not."""
+    spec = get_gpt_layer_local_spec(normalization=config.normalization).submodules
+    of_whole = copy.copy(config)
+    of_whole.sequence_parallel = False
+    norm = build_module(spec.input_layernorm, config=of_whole, hidden_size=hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = summed
+    return norm
 
 
 def _parts(config: TransformerConfig) -> Any:
@@ -126,6 +139,9 @@ def _parts(config: TransformerConfig) -> Any:
         latent.core_attention = LatentScores
         if config.qk_layernorm:
             latent.q_layernorm = latent.kv_layernorm = ShardedNorm
+    elif config.qk_layernorm:
+        grouped = parts.self_attention.submodules
+        grouped.q_layernorm = grouped.k_layernorm = HeadNorm
     return parts
 
 
@@ -207,8 +223,8 @@ def rotary(args: argparse.Namespace) -> torch.Tensor | None:
     if args.position_embedding_type != "rope" or args.multi_latent_attention:
         return None
     embedding = RotaryEmbedding(
-        kv_channels=args.hidden_size // args.num_attention_heads,
-        rotary_percent=1.0,
+        kv_channels=args.kv_channels,
+        **rotary_arguments(args),
         use_cpu_initialization=args.cpu,
     )
     table: torch.Tensor = embedding(args.seq_length)

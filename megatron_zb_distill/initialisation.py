@@ -59,9 +59,8 @@ def _attention(weights: Weights, shape: BlockShape, sizes: TeacherShape) -> Weig
 
 def _by_group(rows: torch.Tensor, sizes: TeacherShape) -> torch.Tensor:
     """Reshape rows of queries, keys and values to (groups, queries of a group + 2, head, ...)."""
-    head = sizes.hidden_size // sizes.num_attention_heads
     queries = sizes.num_attention_heads // sizes.num_query_groups
-    return rows.reshape(sizes.num_query_groups, queries + 2, head, *rows.shape[1:])
+    return rows.reshape(sizes.num_query_groups, queries + 2, sizes.head_size, *rows.shape[1:])
 
 
 def _fewer_groups(rows: torch.Tensor, groups: int, sizes: TeacherShape) -> torch.Tensor:

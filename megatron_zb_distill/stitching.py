@@ -168,7 +168,6 @@ def _model_arguments(args: argparse.Namespace, shapes: Sequence[BlockShape]) -> 
     return stored | {
         "add_bias_linear": not args.disable_bias_linear,
         "add_position_embedding": args.position_embedding_type == "learned_absolute",
-        "kv_channels": args.hidden_size // args.num_attention_heads,
         "world_size": 1,
         "tokenizer_type": None,
         "consumed_train_samples": 0,
@@ -206,7 +205,8 @@ def described(args: argparse.Namespace, shapes: Sequence[BlockShape]) -> str:
         "hidden_size": args.hidden_size,
         "num_attention_heads": args.num_attention_heads,
         "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
-        "rope_theta": 10000,
-        "rope_scaling": {"factor": 8.0},
+        "rope_theta": args.rotary_base,
+        # Megatron-LM asks for --use-rope-scaling beside heterogeneous layers; 1 changes nothing
+        "rope_scaling": {"factor": args.rope_scaling_factor if args.use_rope_scaling else 1.0},
     }
     return json.dumps(model | {"block_configs": blocks})

@@ -28,6 +28,8 @@ class TeacherShape:
     num_attention_heads: int
     num_query_groups: int
     ffn_hidden_size: int
+    head_size: int = 0
+    """Of a head of attention, but for latent attention."""
     has_latent_attention: bool = False
     expert_blocks: frozenset[int] = frozenset()
     """Blocks, from 0, whose MLP is one of experts."""

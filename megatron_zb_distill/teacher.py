@@ -32,6 +32,16 @@ _NEEDED = (
     "untie_embeddings_and_output_weights",
 )
 _OPTIONAL = {"norm_epsilon": 1e-5, "init_method_std": 0.02, "seq_length": None}
+# What Megatron's grouped attention has, by what it is if nothing says so.
+_ATTENTION = {
+    "kv_channels": None,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+}
 
 # What a model has besides, with latent attention and with experts.
 LATENT = (
@@ -68,7 +78,6 @@ EXPERTS = (
 # What is not built here, and what it is in a model that has none of it.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "mtp_num_layers": (None, 0),
-    "qk_layernorm": (None, False),
     "qk_l2_norm": (None, False),
     "squared_relu": (None, False),
     "openai_gelu": (None, False),
@@ -77,16 +86,14 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (None, False),
     "heterogeneous_layers_config_path": (None, ""),
     "heterogeneous_layers_config_encoded_json": (None, ""),
-    "use_rope_scaling": (None, False),
     "rotary_interleaved": (None, False),
-    "rotary_base": (None, 10000),
-    "rotary_percent": (None, 1.0),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "window_size": (None,),
     "softmax_type": (None, "vanilla"),
     "linear_attention_freq": (None,),
     "experimental_attention_variant": (None,),
     "attention_output_gate": (None, False),
+    "no_rope_freq": (None,),
     "hybrid_override_pattern": (None,),
 }
 _PLAIN_EXPERTS: dict[str, tuple[Any, ...]] = {
@@ -120,6 +127,7 @@ class Teacher:
         return TeacherShape(
             **sizes,
             num_query_groups=groups,
+            head_size=self.arguments["kv_channels"],
             has_latent_attention=self.arguments["multi_latent_attention"],
             expert_blocks=expert_blocks(self.arguments),
             expert_ffn_hidden_size=self.arguments.get("moe_ffn_hidden_size", 0),
@@ -175,6 +183,9 @@ def _model_arguments(saved: dict[str, Any], path: Path) -> dict[str, Any]:
     arguments["disable_bias_linear"] = not (
         saved.get("add_bias_linear", True) if bias is None else bias
     )
+    arguments |= {name: saved.get(name) or value for name, value in _ATTENTION.items()}
+    if not arguments["kv_channels"]:
+        arguments["kv_channels"] = arguments["hidden_size"] // arguments["num_attention_heads"]
     return arguments | _unlike_gpt(saved)
 
 
@@ -192,7 +203,7 @@ def _unlike_gpt(saved: dict[str, Any]) -> dict[str, Any]:
 def _check_plain(saved: dict[str, Any], path: Path) -> None:
     required = dict(_PLAIN)
     if saved.get("multi_latent_attention"):
-        required = {name: plain for name, plain in required.items() if name not in LATENT}
+        required["use_rope_scaling"] = (None, False)
     if saved.get("num_experts"):
         required |= _PLAIN_EXPERTS
     for name, plain in required.items():
@@ -205,16 +216,4 @@ def _check_plain(saved: dict[str, Any], path: Path) -> None:
         raise UsageError(
             f"{FLAG}: {path} has position_embedding_type {saved['position_embedding_type']}: "
             f"known are {', '.join(_POSITIONS)}"
-        )
-    if saved.get("add_qkv_bias") and not saved.get("add_bias_linear", True):
-        raise UsageError(
-            f"{FLAG}: {path} has biases in queries, keys and values alone, which blockwise "
-            "distillation does not know: give a GPT with all biases or none"
-        )
-    channels, heads = saved.get("kv_channels"), saved["num_attention_heads"]
-    latent = saved.get("multi_latent_attention")
-    if not latent and channels is not None and channels * heads != saved["hidden_size"]:
-        raise UsageError(
-            f"{FLAG}: {path} has kv_channels {channels}, but only hidden_size / "
-            f"num_attention_heads = {saved['hidden_size'] // heads} is known"
         )

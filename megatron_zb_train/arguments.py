@@ -105,6 +105,9 @@ def _read_layers(args: argparse.Namespace) -> str | None:
 _POSITIVE = (
     "num_layers",
     "hidden_size",
+    "kv_channels",
+    "rotary_base",
+    "rope_scaling_factor",
     "num_attention_heads",
     "ffn_hidden_size",
     "seq_length",
@@ -146,7 +149,13 @@ def _check_positive(args: argparse.Namespace, world_size: int) -> None:
 
 
 def _check_model(args: argparse.Namespace, world_size: int) -> None:
-    _check_divides(args, "num_attention_heads", "hidden_size")
+    if args.kv_channels is None:
+        _check_divides(args, "num_attention_heads", "hidden_size")
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    if not 0 < args.rotary_percent <= 1:
+        raise UsageError(
+            f"--rotary-percent is {args.rotary_percent}: give a share above 0, 1.0 at most"
+        )
     if args.group_query_attention != (args.num_query_groups is not None):
         raise UsageError("--group-query-attention and --num-query-groups must be given together")
     args.num_query_groups = args.num_query_groups or args.num_attention_heads

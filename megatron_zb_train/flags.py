@@ -75,6 +75,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-query-groups", type=int, metavar="N", help="with --group-query-attention"
     )
+    _add_attention(group)
     group.add_argument(
         "--untie-embeddings-and-output-weights",
         action="store_true",
@@ -119,6 +120,37 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         choices=("local", "transformer_engine"),
         default="local",
         help="default: %(default)s",
+    )
+
+
+def _add_attention(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--kv-channels",
+        type=int,
+        metavar="N",
+        help="size of an attention head; default: hidden-size / num-attention-heads",
+    )
+    group.add_argument(
+        "--add-qkv-bias", action="store_true", help="also with --disable-bias-linear, as in Qwen2.5"
+    )
+    group.add_argument(
+        "--qk-layernorm", action="store_true", help="norms of queries and keys, as in Qwen3"
+    )
+    group.add_argument(
+        "--rotary-base", type=float, default=10000, metavar="X", help="default: %(default)s"
+    )
+    group.add_argument(
+        "--rotary-percent",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="the share of a head that has positions; default: %(default)s",
+    )
+    group.add_argument(
+        "--use-rope-scaling", action="store_true", help="of low frequencies, as in Llama 3.1"
+    )
+    group.add_argument(
+        "--rope-scaling-factor", type=float, default=8.0, metavar="X", help="default: %(default)s"
     )
 
 

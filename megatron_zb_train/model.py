@@ -128,7 +128,7 @@ def transformer_config(
     activation_fusion = not (
         args.no_bias_swiglu_fusion if args.swiglu else args.no_bias_gelu_fusion
     )
-    more = dict(fields or {})
+    more = {"qk_layernorm": args.qk_layernorm} | dict(fields or {})
     if args.heterogeneous_layers_config_path is not None:
         kind = HeterogeneousTransformerConfig
         more["heterogeneous_layers_config_path"] = args.heterogeneous_layers_config_path
@@ -138,6 +138,8 @@ def transformer_config(
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels,
+        add_qkv_bias=args.add_qkv_bias,
         ffn_hidden_size=args.ffn_hidden_size,
         hidden_dropout=args.hidden_dropout,
         attention_dropout=args.attention_dropout,
@@ -209,9 +211,11 @@ def _model(
     if args.heterogeneous_layers_config_path is not None:
         spec = get_gpt_heterogeneous_layer_spec(config, use_te=of_engine, vp_stage=vp_stage)
     elif of_engine:
-        spec = get_gpt_layer_with_transformer_engine_spec()
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
     else:
-        spec = get_gpt_layer_local_spec(normalization=args.normalization)
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm, normalization=args.normalization
+        )
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -221,8 +225,19 @@ def _model(
         post_process=post_process,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
+        **rotary_arguments(args),
         vp_stage=vp_stage,
     )
+
+
+def rotary_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what Megatron's models and rotary embeddings are told of rotary positions."""
+    return {
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "rope_scaling": args.use_rope_scaling,
+        "rope_scaling_factor": args.rope_scaling_factor,
+    }
 
 
 def _wrap(

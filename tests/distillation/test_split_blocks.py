@@ -19,6 +19,7 @@ from distillation_cases import (
     LAYERS,
     LINEAR,
     LLAMA,
+    QWEN,
     SLOW,
     STEPS,
     TRAINING,
@@ -47,6 +48,7 @@ from megatron_zb_train.data import check_data
 MODELS = {
     "gpt": GPT,
     "llama": LLAMA,
+    "qwen": QWEN,
     "latent": {**LLAMA, **LATENT},
     "experts": {**LLAMA, **EXPERTS},
     "deepseek": {**LLAMA, **LATENT, **EXPERTS},
@@ -57,6 +59,7 @@ SPLIT_EXPERTS = ("--expert-model-parallel-size", "2")
 BOTH = (*SEQUENCE, *SPLIT_EXPERTS)
 HELD_OUT = ("--eval-iters", "2", "--split", "80,20,0")
 ONE: tuple[str, ...] = ()
+ONE_GROUP = {"name": "one-group", "attention": {"query_groups": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,9 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("experts", [HALF, EMPTY], "0-1:1,2-3:1", 1, SPLIT_EXPERTS),
         pytest.param("deepseek", [HALF], "0-1:1,2-3:1", 1, SPLIT_EXPERTS, marks=pytest.mark.full),
         pytest.param("latent", [HALF], "0-1:1,2-3:1", 1, SEQUENCE, marks=pytest.mark.full),
+        ("qwen", [HALF, ONE_GROUP, LINEAR], "0-1:1,2-3:1", 1, ONE),
+        ("qwen", [HALF, EMPTY], "0-1:1,2-3:1", 1, SEQUENCE),
+        pytest.param("qwen", [HALF, LINEAR], "0-3:1", 1, TENSOR, marks=pytest.mark.full),
         pytest.param("experts", [HALF, SLOW], "0-1:1,2-3:1", 1, ONE, marks=pytest.mark.full),
         pytest.param("experts", [HALF], "0-3:1", 1, BOTH, marks=pytest.mark.full),
     ],

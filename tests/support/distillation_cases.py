@@ -60,6 +60,19 @@ LLAMA: Mapping[str, Any] = {
     "disable_bias_linear": True,
     "untie_embeddings_and_output_weights": True,
 }
+# Queries and keys are normed, heads wider than their share of the hidden size, as in Qwen3; biases
+# of queries, keys and values are Qwen2.5's, positions scaled as in Llama 3.1.
+QWEN: Mapping[str, Any] = {
+    **LLAMA,
+    "kv_channels": 12,
+    "qk_layernorm": True,
+    "add_qkv_bias": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "rotary_base": 500.0,
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 4.0,
+}
 LATENT: Mapping[str, Any] = {
     "multi_latent_attention": True,
     "qk_layernorm": True,
@@ -138,6 +151,9 @@ def whole_model(args: argparse.Namespace, ffn_hidden_size: int | None = None) ->
         max_sequence_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
     )
     if config.expert_model_parallel_size == 1:  # split, its weights are loaded
         initialise_by_global_name([model], config, seed=7)
@@ -381,7 +397,8 @@ def _finish_split(layer: Any, sequence: bool) -> None:
         is_expert = ".local_experts." in name and experts.size() > 1
         if not is_expert:
             dist.all_reduce(parameter.grad, group=experts)
-        if sequence and not is_split:
+        of_heads = ".q_layernorm." in name or ".k_layernorm." in name
+        if (sequence or of_heads) and not is_split:
             dist.all_reduce(parameter.grad, group=group)
         if (is_split or group.rank() == 0) and (is_expert or experts.rank() == 0):
             counted.append(torch.linalg.vector_norm(parameter.grad))
