@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb_distill import flags
 from megatron_zb_distill.blocks import student_layer
 from megatron_zb_distill.library_files import TEACHER, Entry, LibraryFile, replace, weights_path
@@ -25,7 +26,7 @@ from megatron_zb_distill.stitching import (
     save_student,
 )
 from megatron_zb_distill.student import BlockShape
-from megatron_zb_distill.teacher import read_teacher
+from megatron_zb_distill.teacher import expert_blocks, read_teacher
 from megatron_zb_train.processes import Environment
 from megatron_zb_train.ranks import start_ranks, stop_ranks
 
@@ -49,6 +50,8 @@ def assemble(folder: Path, library: LibraryFile, chosen: Sequence[Entry], destin
             f"{args.num_layers}: give the library of this teacher"
         )
     check_stitchable(args, [[shape] for shape in shapes])
+    if args.num_experts:
+        redirect_experts()
     start_ranks(args, None, dist.HashStore(), Environment(0, 1, 0, "0"))
     place = Place.of_this_rank(Distribution.of([(len(shapes), 1)]))
     whole = open_stage_blocks(args, teacher, [[] for _ in shapes], place)
@@ -59,7 +62,7 @@ def assemble(folder: Path, library: LibraryFile, chosen: Sequence[Entry], destin
         blocks.append(ChosenBlock(block, shape, layer))
     save_student(args, whole, blocks, 1)
     stop_ranks()
-    if is_uniform(shapes):
+    if is_uniform(shapes, expert_blocks(vars(args))):
         return f"the student is in {destination}: layers of one shape, as a GPTModel has"
     path = destination / _LAYERS
     replace(path, lambda new: new.write_text(described(args, shapes)))
@@ -87,8 +90,8 @@ def _read(args: argparse.Namespace, folder: Path, block: int, shape: BlockShape)
     try:
         stored = torch.load(path, weights_only=True)
         with torch.no_grad():
-            for name, parameter in layer.named_parameters():
-                parameter.copy_(stored[name])
+            for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+                tensor.copy_(stored[name])
     except Exception as error:  # what a damaged file raises depends on the damage
         raise UsageError(
             f"{path} is missing or damaged: delete {path.with_suffix('.json')} and run "

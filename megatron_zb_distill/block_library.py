@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.parallel_state import (
+    get_expert_model_parallel_group,
+    get_tensor_model_parallel_group,
+)
 from pydantic import Field
 
 from megatron_zb.errors import UsageError
@@ -28,7 +31,7 @@ from megatron_zb_distill.block_times import BlockTime
 from megatron_zb_distill.blocks import student_layer
 from megatron_zb_distill.lanes import Lanes
 from megatron_zb_distill.library_files import TEACHER, Entry, LibraryFile
-from megatron_zb_distill.loop import DistillRun, Job
+from megatron_zb_distill.loop import DistillRun, Job, microbatches_of
 from megatron_zb_distill.place import Place, check_distribution, parse_distribution
 from megatron_zb_distill.schedule.candidates import CandidateCosts
 from megatron_zb_distill.schedule.distribution import Distribution, distribute
@@ -62,7 +65,7 @@ def check_library(args: argparse.Namespace, library: Library, world_size: int) -
         nodes = len(nodes_of(library))
         check_distribution(
             parse_distribution(args.distribution, nodes, world_size, "candidate", Lanes.of(args)),
-            args.num_microbatches,
+            microbatches_of(args),
         )
     library_files.finished(args, library)
 
@@ -172,6 +175,12 @@ class CandidateTimes(Section):
     """Measured or given times of all candidates, for a microbatch and a step."""
 
     teacher: float = Field(ge=0, description="seconds of a block's forward", examples=[0.001])
+    dense_teacher: float | None = Field(
+        None,
+        ge=0,
+        description="of a block without experts, where others have some",
+        examples=[0.001],
+    )
     candidates: dict[str, CandidateTime] = Field(description="by name", examples=["{}"])
 
 
@@ -189,7 +198,7 @@ def distribution_of(job: Job, left: Library) -> Distribution:
     if args.memory_limit is not None:
         limit = size_in_bytes(args.memory_limit, "--memory-limit")
     try:
-        return distribute(costs, ranks, args.num_microbatches, limit)
+        return distribute(costs, ranks, microbatches_of(args), limit)
     except UsageError:
         raise UsageError(
             f"--memory-limit {args.memory_limit}: {ranks} ranks cannot hold these candidates, "
@@ -202,10 +211,11 @@ def _times(job: Job) -> CandidateTimes:
     """Read or measure the times of all candidates; collective."""
     path = Path(job.args.save_library) / "times.json"
     if not _of_first_rank(path.exists()):
-        shapes = list({shape.name: shape for shapes in job.library for shape in shapes}.values())
-        measured = block_times.measure(job.args, [[shape] for shape in shapes], job.teacher.shape)
+        known = _by_name(job.library)
+        work = [(block, [shape]) for block, shape in known.values()]
+        measured = block_times.measure(job.args, work, job.teacher.shape)
         if dist.get_rank() == 0:
-            library_files.write(path, _as_file(shapes, measured))
+            library_files.write(path, _as_file(job.teacher.shape, known, measured))
         dist.barrier()
     times = config.read(path, CandidateTimes)
     for candidates in job.library:
@@ -218,12 +228,29 @@ def _times(job: Job) -> CandidateTimes:
     return times
 
 
-def _as_file(shapes: Sequence[BlockShape], measured: Sequence[BlockTime]) -> dict[str, Any]:
+def _by_name(library: Library) -> dict[str, tuple[int, BlockShape]]:
+    """Return each shape once, by its name, with the first block that it is for."""
+    found: dict[str, tuple[int, BlockShape]] = {}
+    for block, shapes in enumerate(library):
+        for shape in shapes:
+            found.setdefault(shape.name, (block, shape))
+    return found
+
+
+def _as_file(
+    sizes: TeacherShape,
+    known: Mapping[str, tuple[int, BlockShape]],
+    measured: Sequence[BlockTime],
+) -> dict[str, Any]:
     parts = [asdict(time) for time in measured]
-    return {
-        "teacher": min(part.pop("teacher") for part in parts),
-        "candidates": {shape.name: part for shape, part in zip(shapes, parts, strict=True)},
-    }
+    teacher: dict[bool, float] = {}
+    for (block, _), part in zip(known.values(), parts, strict=True):
+        has_experts = block in sizes.expert_blocks
+        seconds = part.pop("teacher")
+        teacher[has_experts] = min(seconds, teacher.get(has_experts, seconds))
+    dense = {"dense_teacher": teacher[False]} if len(teacher) > 1 else {}
+    candidates = dict(zip(known, parts, strict=True))
+    return {"teacher": teacher[max(teacher)], **dense, "candidates": candidates}
 
 
 def _costs(
@@ -232,12 +259,17 @@ def _costs(
     """Return the costs of all nodes, of which finished candidates and those of later have none."""
     trained = [[s for s in node.shapes if s in left[node.block]] for node in nodes]
     taken = [[times.candidates[shape.name] for shape in shapes] for shapes in trained]
-    known = {shape.name: shape for shapes in left for shape in shapes}
-    numbers = {name: parameters_of(job.args, shape) for name, shape in known.items()}
+    numbers = {
+        name: parameters_of(job.args, shape, block)
+        for name, (block, shape) in _by_name(left).items()
+    }
     weight, held = (2, 18) if job.args.bf16 else (4, 16)  # with gradient, Adam's and a copy
-    whole = parameters_of(job.args, teacher_shape(job.teacher.shape))
+    sizes = job.teacher.shape
+    whole = max(numbers_of_teacher(job.args, sizes).values())
+    dense = times.teacher if times.dense_teacher is None else times.dense_teacher
+    teacher = (times.teacher if sizes.experts_of(node.block) else dense for node in nodes)
     return CandidateCosts(
-        teacher=(times.teacher,) * len(nodes),
+        teacher=tuple(teacher),
         student=tuple(sum(time.student for time in node) for node in taken),
         update=tuple(sum(time.update for time in node) for node in taken),
         relay=(0.0,) * len(nodes),
@@ -248,15 +280,23 @@ def _costs(
     )
 
 
-def teacher_shape(sizes: TeacherShape) -> BlockShape:
-    """Return the shape of the teacher's own blocks."""
-    groups, ffn = sizes.num_query_groups, sizes.ffn_hidden_size
-    return BlockShape(TEACHER, "attention", groups, "mlp", ffn, None)
+def teacher_shape(sizes: TeacherShape, block: int) -> BlockShape:
+    """Return the shape of a block of the teacher's."""
+    experts, width = sizes.experts_of(block), sizes.width_of(block)
+    return BlockShape(
+        TEACHER, "attention", sizes.num_query_groups, "mlp", width, None, num_experts=experts
+    )
 
 
-def parameters_of(args: argparse.Namespace, shape: BlockShape) -> int:
-    """Count the weights of a candidate, of all ranks that share it."""
-    return shards.number_of(student_layer(args, shape, 0))
+def numbers_of_teacher(args: argparse.Namespace, sizes: TeacherShape) -> dict[bool, int]:
+    """Return the weights of the teacher's blocks, by whether a block has experts."""
+    first = {bool(sizes.experts_of(b)): b for b in reversed(range(sizes.num_layers))}
+    return {kind: parameters_of(args, teacher_shape(sizes, b), b) for kind, b in first.items()}
+
+
+def parameters_of(args: argparse.Namespace, shape: BlockShape, block: int) -> int:
+    """Count the weights of a candidate for a block, of all ranks that share it."""
+    return shards.number_of(student_layer(args, shape, block))
 
 
 # --- scores and files
@@ -273,13 +313,15 @@ def _scores(args: argparse.Namespace, run: DistillRun) -> Iterator[tuple[Student
         return
     student_blocks = list(stage_blocks.all_student_blocks())
     errors = [[0.0, 0.0] for _ in student_blocks]
-    for number in range(args.eval_iters * args.num_microbatches):
+    for number in range(args.eval_iters * microbatches_of(args)):
         found = _errors(run.distribution, stage_blocks, _given(args, run, number))
         for so_far, more in zip(errors, found, strict=True):
             so_far[:] = [a + b for a, b in zip(so_far, more, strict=True)]
     sums = torch.tensor(errors, dtype=torch.float64, device="cpu" if args.cpu else "cuda")
     if args.sequence_parallel:
         dist.all_reduce(sums, group=get_tensor_model_parallel_group())
+    if args.expert_model_parallel_size > 1:  # each lane has other text
+        dist.all_reduce(sums, group=get_expert_model_parallel_group())
     for student_block, (error, norm) in zip(student_blocks, sums.tolist(), strict=True):
         if not math.isfinite(error) or not norm:
             raise UsageError(
@@ -323,14 +365,15 @@ def _errors(
 def _store(
     args: argparse.Namespace, place: Place, student_block: StudentBlock, score: float
 ) -> None:
-    """Write a candidate in one piece; collective over a tensor-parallel group."""
-    shape, folder = student_block.shape, Path(args.save_library)
-    weights = {name: value.cpu() for name, value in shards.whole(student_block.layer).items()}
-    if place.tensor_lane:
+    """Write a candidate in one piece; collective over the ranks that share it."""
+    shape, folder, layer = student_block.shape, Path(args.save_library), student_block.layer
+    weights = shards.with_all_experts(layer, shards.whole(layer))
+    if place.lane:
         return
-    path = library_files.weights_path(folder, student_block.block, shape.name)
-    library_files.replace(path, lambda new: torch.save(weights, new))
     entry = _entry(args, shape, score, sum(weight.numel() for weight in weights.values()))
+    stored = {name: value.cpu() for name, value in (weights | dict(layer.named_buffers())).items()}
+    path = library_files.weights_path(folder, student_block.block, shape.name)
+    library_files.replace(path, lambda new: torch.save(stored, new))
     record = library_files.record(args, entry, shape)
     library_files.write(path.with_suffix(".json"), record.model_dump())
 
@@ -344,13 +387,14 @@ def _entry(args: argparse.Namespace, shape: BlockShape, score: float, parameters
 
 def _conclude(job: Job) -> None:
     """Write library.json and print the scores."""
-    args, own = job.args, teacher_shape(job.teacher.shape)
-    whole = _entry(args, own, 0.0, parameters_of(args, own))
+    args, sizes = job.args, job.teacher.shape
+    numbers = numbers_of_teacher(args, sizes)
     entries = library_files.finished(args, job.library)
-    blocks = [
-        [whole, *(entries[block, shape.name] for shape in shapes)]
-        for block, shapes in enumerate(job.library)
-    ]
+    blocks = []
+    for block, shapes in enumerate(job.library):
+        own = teacher_shape(sizes, block)
+        whole = _entry(args, own, 0.0, numbers[bool(own.num_experts)])
+        blocks.append([whole, *(entries[block, shape.name] for shape in shapes)])
     made = LibraryFile(teacher=args.teacher_load, bf16=args.bf16, blocks=blocks)
     path = Path(args.save_library) / "library.json"
     library_files.write(path, made.model_dump())

@@ -40,20 +40,30 @@ class BlockTime:
 
 
 def measure(
-    args: argparse.Namespace, library: Sequence[Sequence[BlockShape]], sizes: TeacherShape
+    args: argparse.Namespace,
+    work: Sequence[tuple[int, Sequence[BlockShape]]],
+    sizes: TeacherShape,
 ) -> list[BlockTime]:
-    """Measure all blocks, some on each place; the result is equal on all ranks. Collective."""
+    """Measure blocks and candidates, some on each place; the result is equal on all ranks.
+
+    Collective over all ranks.
+
+    Args:
+        args: the arguments.
+        work: numbers of blocks, each with candidates that are measured together.
+        sizes: the sizes of the teacher.
+    """
     lanes = Lanes.of(args)
     places, place = lanes.place_of(dist.get_world_size()), lanes.place_of(dist.get_rank())
     mine = {
-        block: _measure_block(args, block, candidates, sizes)
-        for block, candidates in enumerate(library)
-        if block % places == place
+        number: _measure_block(args, block, candidates, sizes)
+        for number, (block, candidates) in enumerate(work)
+        if number % places == place
     }
     everywhere: list[dict[int, tuple[BlockTime, int]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
-    found = {block: measured for on_rank in everywhere for block, measured in on_rank.items()}
-    return _with_sums(args, [found[block] for block in sorted(found)])
+    found = {number: measured for on_rank in everywhere for number, measured in on_rank.items()}
+    return _with_sums(args, [found[number] for number in sorted(found)])
 
 
 def _with_sums(

@@ -39,8 +39,11 @@ def teacher_layer(args: argparse.Namespace, block: int) -> TransformerLayer:
 
 def student_layer(args: argparse.Namespace, shape: BlockShape, block: int) -> TransformerLayer:
     """Build a candidate for block `block` (from 0), with weights yet to be set."""
-    width = "moe_ffn_hidden_size" if block in expert_blocks(vars(args)) else "ffn_hidden_size"
-    sizes = {width: shape.ffn_hidden_size, "num_query_groups": shape.num_query_groups}
+    sizes = {"num_query_groups": shape.num_query_groups}
+    if block in expert_blocks(vars(args)):
+        sizes |= {"moe_ffn_hidden_size": shape.ffn_hidden_size, "num_experts": shape.num_experts}
+    else:
+        sizes["ffn_hidden_size"] = shape.ffn_hidden_size
     config = layer_config(argparse.Namespace(**(vars(args) | sizes)), block)
     return _build(config, _submodules(config, shape), block)
 

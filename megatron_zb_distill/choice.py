@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +65,18 @@ class Choice:
     is_best: bool
 
 
-def choose(scores: Sequence[Sequence[float]], budgets: Sequence[Budget]) -> Choice:
+def choose(
+    scores: Sequence[Sequence[float]],
+    budgets: Sequence[Budget],
+    kinds: Sequence[Hashable] | None = None,
+) -> Choice:
     """Return the choice with the smallest sum of scores that keeps all budgets.
+
+    Args:
+        scores: of each block's candidates.
+        budgets: the limits.
+        kinds: of the blocks; those of one kind, which have candidates in the same order, get the
+            same one. None for no such restriction.
 
     Raises:
         UsageError: no choice keeps one, or all of them.
@@ -84,6 +94,10 @@ def choose(scores: Sequence[Sequence[float]], budgets: Sequence[Budget]) -> Choi
     taken = [[model.new_bool_var("") for _ in candidates] for candidates in scores]
     for candidates in taken:
         model.add_exactly_one(candidates)
+    first: dict[Hashable, list[Any]] = {}
+    for kind, candidates in zip(kinds or (), taken, strict=kinds is not None):
+        for one, other in zip(first.setdefault(kind, candidates), candidates, strict=True):
+            model.add(one == other)
     for budget in budgets:
         costs = [[round(cost * budget.scale) for cost in of] for of in budget.costs]
         most = min(budget.limit, sum(map(max, budget.costs)))  # no larger number is needed
@@ -97,7 +111,8 @@ def choose(scores: Sequence[Sequence[float]], budgets: Sequence[Budget]) -> Choi
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         names = " and ".join(flag_of(budget.name) for budget in budgets)
-        raise UsageError(f"no choice keeps {names} together: give more of one of them")
+        together = " together" * (len(budgets) > 1) + " with --alike" * (kinds is not None)
+        raise UsageError(f"no choice keeps {names}{together}: give more of one of them")
     chosen = (next(c for c, x in enumerate(of) if solver.value(x)) for of in taken)
     return Choice(tuple(chosen), status == cp_model.OPTIMAL)
 
@@ -134,6 +149,12 @@ def _parser() -> Parser:
         metavar="FILE",
         help="YAML, such as milliseconds: {teacher: 1.5, half: 1.1}, with every candidate",
     )
+    parser.add_argument(
+        "--alike",
+        action="store_true",
+        help="the same candidate for all blocks that have the same ones, as a student with experts "
+        "or latent attention needs",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the choice as JSON")
     parser.add_argument(
         "--save-student", type=Path, metavar="DIR", help="write the student as a checkpoint"
@@ -147,8 +168,10 @@ def _run(argv: Sequence[str] | None) -> None:
     budgets = _budgets(args, library)
     if args.output is not None:
         check_writable(args.output)
+    kinds = [tuple(entry.name for entry in of) for of in library.blocks] if args.alike else None
     with told_if_slow("choosing blocks"):
-        found = choose([[entry.score for entry in of] for of in library.blocks], budgets)
+        scores = [[entry.score for entry in of] for of in library.blocks]
+        found = choose(scores, budgets, kinds)
     chosen = [of[c] for of, c in zip(library.blocks, found.chosen, strict=True)]
     _print(chosen, budgets, found)
     if args.output is not None:

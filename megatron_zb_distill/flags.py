@@ -6,6 +6,7 @@ Nothing here imports torch or Megatron, so that `--help` and mistakes are answer
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,8 @@ def _add_distillation(parser: argparse.ArgumentParser) -> None:
         "--teacher-load",
         required=True,
         metavar="DIR",
-        help="the teacher: a torch_dist checkpoint of a GPT, as --save of pretrain_gpt writes it",
+        help="the teacher: a torch_dist checkpoint of a GPT, as --save of pretrain_gpt writes it, "
+        "or Megatron-Bridge when it imports a model of Hugging Face's format",
     )
     group.add_argument(
         "--student-config",
@@ -335,8 +337,6 @@ def _check_experts(args: argparse.Namespace) -> None:
             "--tensor-model-parallel-size: Megatron trains experts under it only with "
             "--sequence-parallel: add it"
         )
-    if args.save_library is not None:
-        raise UsageError("--save-library: a teacher with experts has no library: leave it out")
 
 
 def check_split(
@@ -365,6 +365,26 @@ def check_split(
                         f"{getattr(shape, name)}, which --tensor-model-parallel-size {size} does "
                         "not divide: give a multiple"
                     )
+            if shape.num_experts:
+                _check_routed(args, shape, block)
+
+
+def _check_routed(args: argparse.Namespace, shape: BlockShape, block: int) -> None:
+    """Check that a candidate's experts can be split over ranks, and that the router finds enough.
+
+    Raises:
+        UsageError: they cannot, or it does not.
+    """
+    groups = getattr(args, "moe_router_num_groups", None) or 1
+    of_groups = getattr(args, "moe_router_group_topk", None) or 1
+    least = -(-args.moe_router_topk // of_groups) * groups  # so many of each group it chooses
+    each = math.lcm(args.expert_model_parallel_size, groups)
+    if shape.num_experts % each or shape.num_experts < least:
+        raise UsageError(
+            f"candidate {shape.name} of block {block} has {shape.num_experts} experts: by "
+            f"--expert-model-parallel-size {args.expert_model_parallel_size} and the teacher's "
+            f"router, give a multiple of {each}, {-(-least // each) * each} or more"
+        )
 
 
 def check_candidate(args: argparse.Namespace, library: Sequence[Sequence[BlockShape]]) -> None:

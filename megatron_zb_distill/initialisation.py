@@ -17,6 +17,7 @@ Weights = dict[str, torch.Tensor]
 _ATTENTION, _MLP = "self_attention.", "mlp."
 _QKV, _PROJECTION = "self_attention.linear_qkv.", "self_attention.linear_proj."
 _FC1, _FC2 = "mlp.linear_fc1.", "mlp.linear_fc2."
+_ROUTER, _EXPERT = "mlp.router.", "mlp.experts.local_experts."
 
 
 def inherit(student: Any, teacher: Any, shape: BlockShape, sizes: TeacherShape) -> None:
@@ -25,8 +26,9 @@ def inherit(student: Any, teacher: Any, shape: BlockShape, sizes: TeacherShape) 
     Norms and parts of the teacher's shape are copied. A narrower MLP keeps the channels with the
     largest products of norms of their weights in and out. Fewer heads of keys and values are means
     of the teacher's (GQA, Ainslie et al., arXiv 2305.13245, section 2.1). A linear layer is the
-    product of the matrices that it stands for (Puzzle, arXiv 2411.19146, section 3). Collective
-    over a tensor-parallel group.
+    product of the matrices that it stands for (Puzzle, arXiv 2411.19146, section 3). Of experts,
+    those with the largest sums of these products are kept. Collective over the ranks that share the
+    block.
 
     Args:
         student: a TransformerLayer of `shape`.
@@ -34,13 +36,22 @@ def inherit(student: Any, teacher: Any, shape: BlockShape, sizes: TeacherShape) 
         sizes: the sizes of the teacher.
     """
     weights = shards.whole(teacher)
+    buffers = dict(teacher.named_buffers())  # what balances experts, which stays
+    in_layer = shape.mlp == "mlp" and shape.num_experts < _experts(teacher)
+    if in_layer:
+        weights = shards.with_all_experts(teacher, weights)
+        kept = _strongest_experts(weights, shape.num_experts)
+        weights = _only_experts(weights, kept)
+        buffers = {
+            name: value[kept] if _is_of_router(name) else value for name, value in buffers.items()
+        }
     weights |= _attention(weights, shape, sizes) | _mlp(weights, shape)
-    buffers = dict(teacher.named_buffers())
     with torch.no_grad():
-        for name, buffer in student.named_buffers():  # what balances experts, which stays
+        for name, buffer in student.named_buffers():
             buffer.copy_(buffers[name])
         for name, parameter in student.named_parameters():
-            parameter.copy_(shards.cut(student, name, parameter, weights[name]))
+            given = shards.name_in_layer(student, name) if in_layer else name
+            parameter.copy_(shards.cut(student, name, parameter, weights[given]))
 
 
 def _attention(weights: Weights, shape: BlockShape, sizes: TeacherShape) -> Weights:
@@ -99,6 +110,41 @@ def _mlp(weights: Weights, shape: BlockShape) -> Weights:
     return narrow
 
 
+def _experts(layer: Any) -> int:
+    """Return the number of experts of a layer, 0 if it has none."""
+    return layer.config.num_moe_experts or 0
+
+
+def _is_of_router(name: str) -> bool:
+    return name.startswith(_ROUTER)
+
+
+def _strongest_experts(weights: Weights, count: int) -> torch.Tensor:
+    """Return the numbers of the `count` strongest experts, in ascending order.
+
+    The strength of an expert is the sum of its channels', whatever the router makes of it.
+    """
+    strengths: list[torch.Tensor] = []
+    while (out := f"{_EXPERT}{len(strengths)}.linear_fc2.weight") in weights:
+        into = weights[out.replace("linear_fc2", "linear_fc1")]
+        strengths.append(_strengths(into, weights[out]).sum())
+    order = torch.stack(strengths).argsort(descending=True, stable=True)
+    return order[:count].sort().values
+
+
+def _only_experts(weights: Weights, kept: torch.Tensor) -> Weights:
+    """Return a layer's weights with the kept experts, numbered anew, and the router's rows."""
+    numbers = {int(old): new for new, old in enumerate(kept)}
+    found: Weights = {}
+    for name, value in weights.items():
+        number, _, rest = name.removeprefix(_EXPERT).partition(".")
+        if not name.startswith(_EXPERT):
+            found[name] = value[kept] if _is_of_router(name) else value
+        elif int(number) in numbers:
+            found[f"{_EXPERT}{numbers[int(number)]}.{rest}"] = value
+    return found
+
+
 def _narrow(weights: Weights, mlp: str, count: int) -> Weights:
     """Return the weights of an MLP, or of an expert, with its strongest channels."""
     into, out = f"{mlp}linear_fc1.", f"{mlp}linear_fc2.weight"
@@ -114,9 +160,14 @@ def _narrow(weights: Weights, mlp: str, count: int) -> Weights:
 
 def _strongest(into: torch.Tensor, out: torch.Tensor, count: int) -> torch.Tensor:
     """Return the indices of the `count` strongest channels of an MLP, in ascending order."""
+    order = _strengths(into, out).argsort(descending=True, stable=True)
+    return order[:count].sort().values
+
+
+def _strengths(into: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return the product of the norms of each channel's weights, in and out, (channels,)."""
     strength = into.float().norm(dim=1).view(-1, out.shape[1]).prod(dim=0)
-    strength = strength * out.float().norm(dim=0)
-    return strength.argsort(descending=True, stable=True)[:count].sort().values
+    return strength * out.float().norm(dim=0)
 
 
 def _linear_mlp(weights: Weights) -> Weights:

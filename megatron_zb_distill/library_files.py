@@ -51,6 +51,7 @@ class Entry(Section):
     num_query_groups: int = size("heads of keys and values", 2)
     mlp: MlpKind = Field(description="its kind", examples=["mlp"])
     ffn_hidden_size: int = size("inner size", 256)
+    num_experts: int = Field(0, ge=0, le=10**6, description="of an MLP", examples=[8])
     score: float = Field(ge=0, description="relative error on held-out text", examples=[0.01])
     parameters: int = Field(ge=0, le=10**15, description="number of weights", examples=[163840])
     kv_cache_bytes: int = Field(

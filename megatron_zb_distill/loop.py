@@ -126,7 +126,7 @@ def distribution_of(job: Job) -> Distribution:
         stored = parse_distribution(job.resume[1], blocks, None)
         if stored.num_ranks * lanes.size == ranks:
             return stored
-    times = block_times.measure(args, job.library, job.teacher.shape)
+    times = block_times.measure(args, list(enumerate(job.library)), job.teacher.shape)
     return distribute(block_times.costs(times), lanes.place_of(ranks), microbatches_of(args))
 
 

@@ -66,6 +66,11 @@ class Place:
         return self.lanes.rank_at(distribution.ranges[stage][1][0], dist.get_rank())
 
     @property
+    def lane(self) -> int:
+        """Position of this rank among those that share the blocks of its place."""
+        return dist.get_rank() % self.lanes.size
+
+    @property
     def tensor_lane(self) -> int:
         """Position of this rank in its tensor-parallel group."""
         return self.lanes.tensor_lane(dist.get_rank())

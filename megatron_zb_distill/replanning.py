@@ -105,7 +105,7 @@ class Replanner:
             steps: steps since the last call.
         """
         if self._costs is None:
-            times = block_times.measure(self._args, self._library, self._teacher)
+            times = block_times.measure(self._args, list(enumerate(self._library)), self._teacher)
             self._costs = block_times.costs(times)
         everywhere: list[tuple[int, float]] = [(0, 0.0)] * dist.get_world_size()
         dist.all_gather_object(everywhere, (place, self.busy.take()[0] / steps))

@@ -16,6 +16,8 @@ from megatron_zb_distill.place import Holders
 
 Tensors = dict[str, torch.Tensor]
 
+_EXPERT = ".local_experts."
+
 
 def whole(layer: Any) -> Tensors:
     """Return a layer's parameters in one piece, but for experts of other ranks.
@@ -25,9 +27,48 @@ def whole(layer: Any) -> Tensors:
     return {n: _joined(layer, n, parameter) for n, parameter in layer.named_parameters()}
 
 
+def with_all_experts(layer: Any, weights: Tensors) -> Tensors:
+    """Return :func:`whole`'s parameters with the experts of all ranks, numbered as in the layer.
+
+    Collective over an expert-parallel group.
+    """
+    if layer.config.expert_model_parallel_size == 1:
+        return weights
+    group = parallel_state.get_expert_model_parallel_group()
+    found = {}
+    for name, weight in weights.items():
+        if _EXPERT not in name:
+            found[name] = weight
+            continue
+        of_ranks = [torch.empty_like(weight) for _ in range(group.size())]
+        dist.all_gather(of_ranks, weight.contiguous(), group=group)
+        found |= {_numbered(layer, name, rank): each for rank, each in enumerate(of_ranks)}
+    return found
+
+
+def name_in_layer(layer: Any, name: str) -> str:
+    """Return the name of this rank's parameter among :func:`with_all_experts`."""
+    if _EXPERT not in name:
+        return name
+    return _numbered(layer, name, parallel_state.get_expert_model_parallel_rank())
+
+
+def _numbered(layer: Any, name: str, rank: int) -> str:
+    """Return the name of a rank's expert with its number in the layer."""
+    before, expert, after = name.partition(_EXPERT)
+    number, _, rest = after.partition(".")
+    config = layer.config
+    first = rank * (config.num_moe_experts // config.expert_model_parallel_size)
+    return f"{before}{expert}{first + int(number)}.{rest}"
+
+
 def number_of(layer: Any) -> int:
     """Return the number of elements of a layer's parameters, of all ranks that split them."""
-    return sum(p.numel() * _split_over(layer, p) for p in layer.parameters())
+    experts = layer.config.expert_model_parallel_size
+    return sum(
+        parameter.numel() * _split_over(layer, parameter) * (experts if _EXPERT in name else 1)
+        for name, parameter in layer.named_parameters()
+    )
 
 
 def cut(layer: Any, name: str, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

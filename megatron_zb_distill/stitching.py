@@ -47,9 +47,9 @@ def is_uniform(shapes: Iterable[BlockShape], experts: Collection[int] = ()) -> b
     """
     numbered = list(enumerate(shapes))
     groups = {shape.num_query_groups for _, shape in numbered}
-    widths = {(block in experts, shape.ffn_hidden_size) for block, shape in numbered}
-    kinds = {has_experts for has_experts, _ in widths}
-    return all(s.is_layer for _, s in numbered) and len(groups) == 1 and len(widths) == len(kinds)
+    sizes = {(b in experts, shape.num_experts, shape.ffn_hidden_size) for b, shape in numbered}
+    kinds = {has_experts for has_experts, _, _ in sizes}
+    return all(s.is_layer for _, s in numbered) and len(groups) == 1 and len(sizes) == len(kinds)
 
 
 def check_stitchable(args: argparse.Namespace, library: Sequence[Sequence[BlockShape]]) -> None:
@@ -69,8 +69,8 @@ def check_stitchable(args: argparse.Namespace, library: Sequence[Sequence[BlockS
         if args.candidate == BEST or not is_uniform(possible, experts):
             raise UsageError(
                 "--save-student: Megatron's heterogeneous layers have neither experts nor latent "
-                "attention: give every block the same candidate, with attention and an MLP, and "
-                "its name to --candidate, or leave --save-student out"
+                "attention: give every block the same candidate, with attention and an MLP, by "
+                "--candidate NAME, or --alike for a choice, or leave --save-student out"
             )
         return
     if is_uniform(possible):
@@ -117,18 +117,17 @@ def save_student(
 ) -> None:
     """Write the student: chosen blocks, and the teacher's embedding, last norm and output layer.
 
-    Collective over all ranks. The layers are stored as a GPTModel's, or under
-    HeterogeneousTransformerConfig's names where they differ in shape.
+    Collective over all ranks. The layers are stored as a GPTModel's, each under its number, as
+    Megatron does, where they differ in shape or only some have experts.
 
     Raises:
         UsageError: the directory cannot be written.
     """
     shapes = _all_shapes(chosen)
-    uniform = is_uniform(shapes)
+    alike = is_uniform(shapes, expert_blocks(vars(args))) and args.moe_layer_freq in (None, 1)
     copies = stage_blocks.place.copies
     parts = [
-        weights.layer_state(p.layer, p.block, args.num_layers, copies, alike=uniform)
-        for p in chosen
+        weights.layer_state(p.layer, p.block, args.num_layers, copies, alike=alike) for p in chosen
     ]
     if stage_blocks.embedding is not None:
         parts.append(weights.embedding_state(stage_blocks.embedding, copies))
@@ -161,6 +160,8 @@ def _model_arguments(args: argparse.Namespace, shapes: Sequence[BlockShape]) -> 
     stored["group_query_attention"] = not args.multi_latent_attention
     stored["num_query_groups"] = shapes[0].num_query_groups
     for block, shape in reversed(list(enumerate(shapes))):
+        if block in experts:
+            stored["num_experts"] = shape.num_experts
         width = "moe_ffn_hidden_size" if block in experts else "ffn_hidden_size"
         stored[width] = shape.ffn_hidden_size
     if not is_uniform(shapes, experts):

@@ -28,18 +28,24 @@ class TeacherShape:
     num_attention_heads: int
     num_query_groups: int
     ffn_hidden_size: int
-    head_size: int = 0
-    """Of a head of attention, but for latent attention."""
     has_latent_attention: bool = False
     expert_blocks: frozenset[int] = frozenset()
     """Blocks, from 0, whose MLP is one of experts."""
     expert_ffn_hidden_size: int = 0
     """Width of each expert."""
+    num_experts: int = 0
+    """Of a block that has experts, without shared ones."""
+    head_size: int = 0
+    """Of a head of attention, but for latent attention."""
 
     def width_of(self, block: int) -> int:
         """Return the width of a block's MLP, or of each of its experts."""
         has_experts = block in self.expert_blocks
         return self.expert_ffn_hidden_size if has_experts else self.ffn_hidden_size
+
+    def experts_of(self, block: int) -> int:
+        """Return the number of a block's experts, 0 if its MLP is not one of experts."""
+        return self.num_experts if block in self.expert_blocks else 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class BlockShape:
     """Width of the MLP, or of each expert; the teacher's where there is no MLP."""
     learning_rate: float | None
     """Peak learning rate; None for the run's."""
+    num_experts: int = 0
+    """Experts of the MLP, 0 if it has none; the teacher's where there is no MLP."""
 
     @property
     def is_layer(self) -> bool:
@@ -117,15 +125,17 @@ class Mlp(Section):
     ffn_fraction: float | None = Field(
         None, gt=0, le=1, description="inner size as a part of the teacher's", examples=[0.5]
     )
+    experts: int | None = optional_size("experts that are kept", 4)
 
     @model_validator(mode="after")
     def _has_one_size(self) -> Mlp:
-        given = [n for n in ("ffn_hidden_size", "ffn_fraction") if getattr(self, n) is not None]
+        sizes = ("ffn_hidden_size", "ffn_fraction", "experts")
+        given = [name for name in sizes if getattr(self, name) is not None]
         if given and self.kind != "mlp":
             raise ValueError(
                 f"{given[0]} is for kind: mlp, not for kind: {self.kind}; leave it out"
             )
-        if len(given) > 1:
+        if given[:2] == list(sizes[:2]):
             raise ValueError("ffn_hidden_size and ffn_fraction say the same: leave one of them out")
         return self
 
@@ -140,7 +150,8 @@ class Candidate(Section):
         Attention(kind="attention", query_groups=None), description="in place of the attention"
     )
     mlp: Mlp = Field(
-        Mlp(kind="mlp", ffn_hidden_size=None, ffn_fraction=None), description="in place of the MLP"
+        Mlp(kind="mlp", ffn_hidden_size=None, ffn_fraction=None, experts=None),
+        description="in place of the MLP",
     )
     learning_rate: float | None = Field(
         None, gt=0, le=1e3, description="highest one, if not the run's", examples=[0.001]
@@ -225,6 +236,7 @@ def _shape(candidate: Candidate, teacher: TeacherShape, block: int) -> BlockShap
         mlp=candidate.mlp.kind,
         ffn_hidden_size=_ffn_hidden_size(candidate, teacher.width_of(block)),
         learning_rate=candidate.learning_rate,
+        num_experts=_num_experts(candidate, teacher.experts_of(block), block),
     )
 
 
@@ -257,6 +269,16 @@ def _query_groups(candidate: Candidate, teacher: TeacherShape) -> int:
             f"example, query_groups: {possible[-1]}"
         )
     return groups
+
+
+def _num_experts(candidate: Candidate, whole: int, block: int) -> int:
+    experts = candidate.mlp.experts
+    if experts is None:
+        return whole
+    if experts > whole:
+        has = f"the teacher has {whole} there: give fewer" if whole else "has none: leave it out"
+        raise UsageError(f"candidate {candidate.name}: experts {experts} of block {block}, {has}")
+    return experts
 
 
 def _ffn_hidden_size(candidate: Candidate, whole: int) -> int:

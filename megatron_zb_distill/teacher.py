@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 
 from megatron_zb.errors import UsageError
+from megatron_zb_distill import bridge_teacher
 from megatron_zb_distill.student import TeacherShape
 from megatron_zb_train.checkpoint import read
 from megatron_zb_train.checkpoint_contents import check_contents
@@ -131,6 +132,7 @@ class Teacher:
             has_latent_attention=self.arguments["multi_latent_attention"],
             expert_blocks=expert_blocks(self.arguments),
             expert_ffn_hidden_size=self.arguments.get("moe_ffn_hidden_size", 0),
+            num_experts=self.arguments["num_experts"] or 0,
         )
 
 
@@ -145,14 +147,17 @@ def read_teacher(directory: Path) -> Teacher:
     except UsageError as error:
         raise UsageError(str(error).replace("--load", FLAG)) from error
     check_contents(path, FLAG)
-    common = read(path, lambda: dist_checkpointing.load_common_state_dict(str(path)), FLAG)
-    saved = common.get("args")
+    if bridge_teacher.is_of_bridge(path):
+        saved: Any = bridge_teacher.read_arguments(path, FLAG)
+    else:
+        common = read(path, lambda: dist_checkpointing.load_common_state_dict(str(path)), FLAG)
+        saved = common.get("args")
     if isinstance(saved, argparse.Namespace):  # Megatron-LM's
         saved = vars(saved)
     if not isinstance(saved, dict):
         raise UsageError(
             f"{FLAG}: {path} does not say what model it holds: give a checkpoint that "
-            "megatron_zb.pretrain_gpt or Megatron-LM's pretrain_gpt.py has written"
+            "megatron_zb.pretrain_gpt, Megatron-LM's pretrain_gpt.py or Megatron-Bridge has written"
         )
     return Teacher(path, _model_arguments(saved, path))
 

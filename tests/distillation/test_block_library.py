@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,13 +14,16 @@ import pytest
 import torch
 from distillation_cases import (
     EMPTY,
+    FEWER_EXPERTS,
     HALF,
     LAYERS,
     LINEAR,
     LLAMA,
+    MIXTRAL,
     STEPS,
     Key,
     Learnt,
+    _defaults,
     _recorded,
     _store,
     differences,
@@ -27,30 +31,40 @@ from distillation_cases import (
     fresh,
     job_of,
     learnt_alone,
+    tensors_of,
+    whole_model,
 )
 from jobs import run_job
-from ranks import RankPools
+from megatron.core import dist_checkpointing
+from ranks import Kind, RankPools
 from training_jobs import SECONDS_TO_REPORT, SECONDS_TO_TRAIN, check_report, script, written
+
+from megatron_zb_distill import shards
+from megatron_zb_train.checkpoint_directory import latest_checkpoint
 
 MODULE = "megatron_zb.distill_gpt"
 CANDIDATES = [HALF, LINEAR, EMPTY]
 HELD_OUT = ("--eval-iters", "2", "--split", "80,20,0")
 
 
+MODELS = {"llama": (LLAMA, CANDIDATES), "mixtral": (MIXTRAL, [HALF, FEWER_EXPERTS])}
+SPLIT_EXPERTS = ("--expert-model-parallel-size", "2")
+
+
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("teachers") / "llama")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("teachers")
 
 
 def learnt_in_library(
-    corpus: str, teacher: str, folder: str, distribution: str
-) -> tuple[dict[Key, Learnt], dict[Key, float]]:
-    """What this rank's candidates have come to, and their scores on the first rank of a stage."""
+    corpus: str, teacher: str, model: str, flags: Sequence[str]
+) -> tuple[dict[Key, Learnt], dict[Key, float], dict[Key, shards.Tensors]]:
+    """What this rank's candidates have come to, their scores on the first place, all weights."""
     from megatron_zb_distill.block_library import _scores, distribution_of, open_candidates
 
-    enter(LLAMA, teacher)
-    flags = ["--save-library", folder, "--distribution", distribution, *HELD_OUT]
-    job = job_of(corpus, teacher, CANDIDATES, *flags)
+    shapes, candidates = MODELS[model]
+    enter(shapes, teacher, flags)
+    job = job_of(corpus, teacher, candidates, *flags)
     run = open_candidates(job, job.library, distribution_of(job, job.library), _store())
     blocks = {(p.block, p.shape.name): p for p in run.stage_blocks.all_student_blocks()}
     owner = {id(p): key for key, block in blocks.items() for p in block.layer.parameters()}
@@ -58,23 +72,26 @@ def learnt_in_library(
         run.steps(0, STEPS)
     scores = {(p.block, p.shape.name): score for p, score in _scores(job.args, run)}
     run.close()
-    weights = {
-        key: {n: p.detach().clone() for n, p in block.layer.named_parameters()}
-        for key, block in blocks.items()
-    }
-    return {key: Learnt(gradients.get(key, []), weights[key]) for key in blocks}, scores
+    learnt = {}
+    weights = {}
+    for key, block in blocks.items():
+        mine = {n: p.detach().clone() for n, p in block.layer.named_parameters()}
+        learnt[key] = Learnt(gradients.get(key, []), mine)
+        weights[key] = shards.with_all_experts(block.layer, shards.whole(block.layer))
+    return learnt, scores, weights
 
 
 def scored_alone(
-    corpus: str, teacher: str, weights: Mapping[Key, Mapping[str, torch.Tensor]]
+    corpus: str, teacher: str, model: str, weights: Mapping[Key, Mapping[str, torch.Tensor]]
 ) -> dict[Key, float]:
     """The same scores, from the teacher in one piece."""
     from distillation_cases import _recorded_lessons, _rotary
 
     from megatron_zb_train import data
 
-    enter(LLAMA, teacher)
-    job = job_of(corpus, teacher, CANDIDATES, *HELD_OUT)
+    shapes, candidates = MODELS[model]
+    enter(shapes, teacher)
+    job = job_of(corpus, teacher, candidates, *HELD_OUT)
     held_out = data.build_datasets(job.args)[1]
     with mock.patch.object(data, "build_datasets", return_value=(held_out, None)):
         lessons = _recorded_lessons(job)[: job.args.eval_iters * job.args.num_microbatches]
@@ -96,29 +113,46 @@ def scored_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "distribution", ["0-3:1,4-11:1", pytest.param("0:2,1-11:2", marks=pytest.mark.full)]
+    ("model", "distribution", "split"),
+    [
+        ("llama", "0-3:1,4-11:1", ()),
+        pytest.param("llama", "0:2,1-11:2", (), marks=pytest.mark.full),
+        ("mixtral", "0-2:1,3-7:1", SPLIT_EXPERTS),
+        pytest.param("mixtral", "0-4:1,5-7:1", (), marks=pytest.mark.full),
+    ],
 )
 def test_candidates_learn_in_a_library_what_they_learn_alone(
-    distribution: str, ranks: RankPools, corpus: str, teacher: str, tmp_path: Path
+    model: str,
+    distribution: str,
+    split: Sequence[str],
+    ranks: RankPools,
+    corpus: str,
+    teachers: Path,
+    tmp_path: Path,
 ) -> None:
     """To the last bit, with candidates of one block on two ranks; scores are those of one model."""
-    size = sum(int(part.partition(":")[2]) for part in distribution.split(","))
-    shares = [size // 2] * LAYERS
-    case: dict[str, Any] = {"corpus": corpus, "teacher": teacher}
-    model = {**case, "model": LLAMA, "candidates": CANDIDATES}
-    (alone,) = ranks(1).run(learnt_alone, **model, shares=shares, flags=HELD_OUT)
+    places = sum(int(part.partition(":")[2]) for part in distribution.split(","))
+    each, kind = 2 if split else 1, Kind.HOSTILE
+    shapes, candidates = MODELS[model]
+    case: dict[str, Any] = {"corpus": corpus, "teacher": str(teachers / model)}
+    ranks(1, kind).run(enter, model=shapes, folder=case["teacher"])
+    whole = {**case, "model": shapes, "candidates": candidates, "flags": [*HELD_OUT, *split]}
+    alone = ranks(each, kind).run(learnt_alone, **whole, shares=[places // 2] * LAYERS)
     seen: set[Key] = set()
-    scores: dict[Key, float] = {}
-    library: dict[str, Any] = {**case, "folder": str(tmp_path), "distribution": distribution}
-    for learnt, scored in ranks(size).run(learnt_in_library, **library):
-        assert differences(learnt, alone) == []
+    scores: list[dict[Key, float]] = [{} for _ in alone]
+    weights: dict[Key, dict[str, torch.Tensor]] = {}
+    flags = ["--save-library", str(tmp_path), "--distribution", distribution, *HELD_OUT, *split]
+    results = ranks(places * each, kind).run(learnt_in_library, **case, model=model, flags=flags)
+    for rank, (learnt, scored, stored) in enumerate(results):
+        assert differences(learnt, alone[rank % each]) == []
         seen |= set(learnt)
-        scores |= scored
-    assert seen == {(block, c["name"]) for block in range(LAYERS) for c in CANDIDATES}
-    weights = {key: learnt.weights for key, learnt in alone.items()}
-    (expected,) = ranks(1).run(scored_alone, **case, weights=weights)
-    assert scores == {key: pytest.approx(score, rel=1e-5) for key, score in expected.items()}
-    assert len(set(scores.values())) == len(scores)
+        scores[rank % each] |= scored
+        weights |= stored
+    assert seen == {(block, c["name"]) for block in range(LAYERS) for c in candidates}
+    (expected,) = ranks(1, kind).run(scored_alone, **case, model=model, weights=weights)
+    for found in scores:
+        assert found == {key: pytest.approx(score, rel=1e-5) for key, score in expected.items()}
+        assert len(set(found.values())) == len(found)
 
 
 TRAINED = 3
@@ -295,6 +329,55 @@ def test_a_choice_becomes_a_student_that_trains(library: Library, tmp_path: Path
         losses += [record["eval_loss"] for record in records if "eval_loss" in record]
     assert losses[0] == pytest.approx(expected, rel=1e-5)
     assert losses[1] < losses[0]
+
+
+def loaded(path: str) -> list[str]:
+    """Fill a GPTModel of Megatron's from a student; the names of its experts' parameters."""
+    shapes = {**MIXTRAL, "num_experts": 2}
+    enter(shapes, path)
+    model = whole_model(argparse.Namespace(**(vars(_defaults()) | shapes)))
+    state = {"model": model.sharded_state_dict()}
+    path = str(latest_checkpoint(Path(path))[1])
+    model.load_state_dict(dist_checkpointing.load(state, path)["model"])
+    return [name for name, _ in model.named_parameters() if ".local_experts." in name]
+
+
+@pytest.mark.slow
+def test_a_choice_among_experts_becomes_a_student(
+    ranks: RankPools, corpus: str, teachers: Path, tmp_path: Path
+) -> None:
+    """With the same candidate for all blocks: what distil_gpt stitches, which Megatron loads."""
+    teacher, library = teachers / "mixtral", tmp_path / "library"
+    ranks(1, Kind.HOSTILE).run(enter, model=MIXTRAL, folder=str(teacher))
+    shapes = tmp_path / "shapes.yaml"
+    shapes.write_text(json.dumps({"name": "two", "candidates": [EMPTY, FEWER_EXPERTS]}))
+    split = {"--expert-model-parallel-size": 2, "--distribution": "0-7:1"}
+    common = {**DISTILLATION, "--data-path": corpus, "--teacher-load": teacher, **split}
+    words = written({**common, "--student-config": shapes, "--save-library": library})
+    ended = run_job(2, MODULE, words, SECONDS_TO_TRAIN)
+    assert ended.code == 0, ended.stderr
+    numbers = {
+        entry["name"]: entry["parameters"]
+        for entry in json.loads((library / "library.json").read_text())["blocks"][0]
+    }
+    least = LAYERS * numbers["fewer-experts"]
+    given = ["--library", str(library), "--parameters", str(least), "--alike"]
+    one, other = tmp_path / "chosen", tmp_path / "stitched"
+    ended = run_job(
+        None, "megatron_zb_distill.choice", [*given, "--save-student", str(one)], SECONDS_TO_TRAIN
+    )
+    assert ended.code == 0, ended.stderr
+    shapes.write_text(json.dumps({"name": "one", "candidates": [FEWER_EXPERTS]}))
+    words = written(
+        {**common, "--student-config": shapes, "--save-student": other, "--distribution": "0-3:1"}
+    )
+    ended = run_job(2, MODULE, words, SECONDS_TO_TRAIN)
+    assert ended.code == 0, ended.stderr
+    (found,) = ranks(1, Kind.HOSTILE).run(loaded, path=str(one))
+    assert len(found) == LAYERS * 2 * 2
+    made, expected = ({**tensors_of(latest_checkpoint(path)[1])} for path in (one, other))
+    assert made.keys() == expected.keys()
+    assert [n for n in made if not torch.equal(made[n], expected[n])] == []
 
 
 @pytest.mark.parametrize(

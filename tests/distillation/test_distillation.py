@@ -250,7 +250,7 @@ def counted_times(corpus: str, teacher: str, model: Mapping[str, Any]) -> list[A
         mock.patch.object(StudentBlock, "study", moves(10, StudentBlock.study)),
         mock.patch.object(StudentBlock, "update", moves(100, StudentBlock.update)),
     ):
-        times = block_times.measure(job.args, [[same, half], [same]], job.teacher.shape)
+        times = block_times.measure(job.args, [(0, [same, half]), (1, [same])], job.teacher.shape)
     return [(time.teacher, time.student, time.update, time.reduce) for time in times]
 
 

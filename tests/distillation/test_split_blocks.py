@@ -13,12 +13,14 @@ import torch
 from distillation_cases import (
     EMPTY,
     EXPERTS,
+    FEWER_EXPERTS,
     GPT,
     HALF,
     LATENT,
     LAYERS,
     LINEAR,
     LLAMA,
+    MIXTRAL,
     QWEN,
     SLOW,
     STEPS,
@@ -26,13 +28,13 @@ from distillation_cases import (
     _store,
     differences,
     enter,
+    fresh,
     job_of,
     learnt_alone,
     learnt_in_pipeline,
+    tensors_of,
 )
 from ranks import Kind, RankPools
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_zb.errors import UsageError
 from megatron_zb_distill import checkpoint
@@ -40,9 +42,10 @@ from megatron_zb_distill.blocks import layer_config
 from megatron_zb_distill.evaluation import compare
 from megatron_zb_distill.flags import check_split, complete, parse
 from megatron_zb_distill.loop import distribution_of, open_job
-from megatron_zb_distill.shards import whole
+from megatron_zb_distill.shards import whole, with_all_experts
 from megatron_zb_distill.stitching import save_student
 from megatron_zb_distill.student import StudentConfig, TeacherShape, library
+from megatron_zb_train.checkpoint_directory import latest_checkpoint
 from megatron_zb_train.data import check_data
 
 MODELS = {
@@ -51,6 +54,7 @@ MODELS = {
     "qwen": QWEN,
     "latent": {**LLAMA, **LATENT},
     "experts": {**LLAMA, **EXPERTS},
+    "mixtral": MIXTRAL,
     "deepseek": {**LLAMA, **LATENT, **EXPERTS},
 }
 TENSOR = ("--tensor-model-parallel-size", "2")
@@ -59,6 +63,7 @@ SPLIT_EXPERTS = ("--expert-model-parallel-size", "2")
 BOTH = (*SEQUENCE, *SPLIT_EXPERTS)
 HELD_OUT = ("--eval-iters", "2", "--split", "80,20,0")
 ONE: tuple[str, ...] = ()
+SAME = {"name": "same"}
 ONE_GROUP = {"name": "one-group", "attention": {"query_groups": 1}}
 
 
@@ -82,6 +87,7 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("qwen", [HALF, ONE_GROUP, LINEAR], "0-1:1,2-3:1", 1, ONE),
         ("qwen", [HALF, EMPTY], "0-1:1,2-3:1", 1, SEQUENCE),
         pytest.param("qwen", [HALF, LINEAR], "0-3:1", 1, TENSOR, marks=pytest.mark.full),
+        ("mixtral", [FEWER_EXPERTS], "0-1:1,2-3:1", 1, SPLIT_EXPERTS),
         pytest.param("experts", [HALF, SLOW], "0-1:1,2-3:1", 1, ONE, marks=pytest.mark.full),
         pytest.param("experts", [HALF], "0-3:1", 1, BOTH, marks=pytest.mark.full),
     ],
@@ -112,6 +118,49 @@ def test_split_blocks_learn_in_the_pipeline_what_they_learn_alone(
         assert differences(learnt, alone[rank % each]) == []
         seen |= set(learnt)
     assert seen == {(block, c["name"]) for block in range(LAYERS) for c in candidates}
+
+
+def kept_experts(model: str, teacher: str, corpus: str, flags: Sequence[str]) -> dict[str, Any]:
+    """All weights of a student with fewer experts before its first step."""
+    enter(MODELS[model], teacher, flags)
+    job = job_of(corpus, teacher, [FEWER_EXPERTS], *flags)
+    layer = fresh(job, 1, job.library[1][0])
+    weights = with_all_experts(layer, whole(layer))
+    return {n: t.detach().clone() for n, t in (weights | dict(layer.named_buffers())).items()}
+
+
+@pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_strongest_experts_are_kept(
+    split: bool, ranks: RankPools, corpus: str, teachers: Path
+) -> None:
+    """With their rows of the router, wherever they are."""
+    teacher, flags = str(teachers / "mixtral"), SPLIT_EXPERTS if split else ONE
+    case: dict[str, Any] = {"model": "mixtral", "teacher": teacher, "corpus": corpus}
+    ranks(1, Kind.HOSTILE).run(enter, model=MIXTRAL, folder=teacher)
+    (taught,) = ranks(1, Kind.HOSTILE).run(teachers_block, **case)
+    into, out = (f"mlp.experts.local_experts.{{}}.linear_{fc}.weight" for fc in ("fc1", "fc2"))
+
+    def strength(expert: int) -> float:
+        up, down = taught[into.format(expert)], taught[out.format(expert)]
+        gate, value = up.chunk(2)
+        return float((gate.norm(dim=1) * value.norm(dim=1) * down.norm(dim=0)).sum())
+
+    kept = sorted(sorted(range(4), key=strength)[2:])
+    assert kept not in ([0, 1], [2, 3])  # which a rank could keep without the other
+    for found in ranks(2 if split else 1, Kind.HOSTILE).run(kept_experts, **case, flags=flags):
+        for new, old in enumerate(kept):
+            for name in (into, out):
+                assert torch.equal(found[name.format(new)], taught[name.format(old)])
+        for name in ("mlp.router.weight", "mlp.router.expert_bias"):
+            assert torch.equal(found[name], taught[name][kept])
+        assert not any(".local_experts.2." in name for name in found)
+
+
+def teachers_block(model: str, teacher: str, corpus: str) -> dict[str, torch.Tensor]:
+    enter(MODELS[model], teacher)
+    job = job_of(corpus, teacher, [SAME])
+    found = fresh(job, 1, job.library[1][0]).state_dict()
+    return {n: t.clone() for n, t in found.items() if isinstance(t, torch.Tensor)}
 
 
 Stored = dict[tuple[int, str], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
@@ -174,22 +223,12 @@ def test_a_split_run_continues_split_or_whole(
     assert losses == pytest.approx(stopped[0][1], rel=1e-5)
     for ours, _ in stopped:
         check_equal(ours, alone, parts=1)
-    written = [ranks(1).run(tensors_of, path=f"{p}.student")[0] for p in (first, one["save"])]
+    written = [
+        tensors_of(latest_checkpoint(Path(f"{path}.student"))[1]) for path in (first, one["save"])
+    ]
     assert len(written[0]) > 5
     assert written[0].keys() == written[1].keys()
     assert [n for n in written[0] if not torch.equal(written[0][n], written[1][n])] == []
-
-
-def tensors_of(path: str) -> dict[str, torch.Tensor]:
-    """Every tensor of a student's checkpoint."""
-    files = FileSystemReader(f"{path}/iter_{STEPS - 1:07d}")
-    found = {
-        name: torch.empty(of.size, dtype=of.properties.dtype)
-        for name, of in files.read_metadata().state_dict_metadata.items()
-        if isinstance(of, TensorStorageMetadata)
-    }
-    load(found, storage_reader=files, no_dist=True)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -203,7 +242,6 @@ def tensors_of(path: str) -> dict[str, torch.Tensor]:
         ("llama", [*SPLIT_EXPERTS], "the teacher has no experts: leave it out"),
         ("experts", ["--expert-model-parallel-size", "3"], "does not divide the teacher's 4 exp"),
         ("experts", [*TENSOR], "only with --sequence-parallel: add it"),
-        ("experts", ["--save-library", "x", *HELD_OUT], "a teacher with experts has no library"),
     ],
 )
 def test_what_cannot_be_split_is_refused(
@@ -253,13 +291,35 @@ def test_a_student_that_cannot_be_split_is_refused(
     [
         ({"name": "h", "mlp": {"kind": "linear"}}, "block 1 of the teacher has experts"),
         ({"name": "h", "attention": {"kind": "linear"}}, "latent attention has no heads"),
+        ({"name": "h", "mlp": {"experts": 2}}, "experts 2 of block 0, has none: leave it out"),
     ],
 )
 def test_what_no_weights_replace_is_refused(candidate: Mapping[str, Any], sentence: str) -> None:
-    teacher = TeacherShape(2, 32, 4, 4, 64, True, frozenset({1}), 16)
+    teacher = TeacherShape(2, 32, 4, 4, 64, True, frozenset({1}), 16, 4)
     student = StudentConfig.model_validate({"name": "s", "candidates": [candidate]})
     with pytest.raises(UsageError, match=sentence):
         library(student, teacher)
+
+
+@pytest.mark.parametrize(
+    ("experts", "flags", "router", "sentence"),
+    [
+        (5, ONE, {}, "experts 5 of block 0, the teacher has 4 there: give fewer"),
+        (1, ONE, {}, "has 1 experts: .* give a multiple of 1, 2 or more"),
+        (3, SPLIT_EXPERTS, {}, "has 3 experts: .* give a multiple of 2, 2 or more"),
+        (3, ONE, {"moe_router_num_groups": 4, "moe_router_group_topk": 1}, "multiple of 4, 8 or"),
+    ],
+)
+def test_experts_that_no_router_finds_are_refused(
+    experts: int, flags: Sequence[str], router: Mapping[str, int], sentence: str, tmp_path: Path
+) -> None:
+    words = [*TRAINING.split(), "--teacher-load", str(tmp_path), "--mock-data", *flags]
+    args = complete(parse(words), {"num_query_groups": None, **MIXTRAL, **router})
+    candidate = {"name": "fewer", "mlp": {"experts": experts}}
+    student = StudentConfig.model_validate({"name": "s", "candidates": [candidate]})
+    teacher = TeacherShape(4, 32, 4, 4, 64, False, frozenset(range(4)), 32, 4)
+    with pytest.raises(UsageError, match=sentence):
+        check_split(args, library(student, teacher), 4)
 
 
 def test_widths_are_parts_of_an_expert_where_there_are_experts() -> None:

@@ -17,6 +17,9 @@ TEACHER = {
     "hidden_size": 64,
     "num_attention_heads": 8,
     "untie_embeddings_and_output_weights": True,
+    "rotary_base": 500000,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
 }
 
 
@@ -37,8 +40,8 @@ def test_every_layer_is_described() -> None:
         "hidden_size": 64,
         "num_attention_heads": 8,
         "tie_word_embeddings": False,
-        "rope_theta": 10000,
-        "rope_scaling": {"factor": 8.0},
+        "rope_theta": 500000,
+        "rope_scaling": {"factor": 1.0},
         "block_configs": [
             {"attention": of_attention(4, 2), "mlp": of_mlp(256)},
             {"attention": of_attention(2, 4), "mlp": of_mlp(128)},
@@ -49,6 +52,11 @@ def test_every_layer_is_described() -> None:
             {"attention": of_attention(None, None, no_op=True), "mlp": of_mlp(None, no_op=True)},
         ],
     }
+
+
+def test_scaled_positions_stay_so() -> None:
+    scaled = argparse.Namespace(**TEACHER | {"use_rope_scaling": True})
+    assert json.loads(described(scaled, [FULL] * 4))["rope_scaling"] == {"factor": 8.0}
 
 
 def test_layers_of_one_model_have_the_same_sizes() -> None:

@@ -18,6 +18,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
 )
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_zb.megatron_core.cpu import redirect_experts
@@ -92,6 +94,8 @@ EXPERTS: Mapping[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_shared_expert_intermediate_size": 32,
 }
+# Experts in every layer, which Megatron stores as slices of the same tensors.
+MIXTRAL: Mapping[str, Any] = {**LLAMA, **EXPERTS, "moe_layer_freq": 1}
 MICROBATCHES, STEPS, RATE, CLIP = 4, 3, 1e-2, 0.05
 TRAINING = (
     f"--cpu --micro-batch-size 2 --global-batch-size {2 * MICROBATCHES} --lr {RATE} "
@@ -101,6 +105,7 @@ HALF = {"name": "half", "mlp": {"ffn_fraction": 0.5}}
 SLOW = {"name": "slow", "attention": {"query_groups": 2}, "learning_rate": 1e-3}
 LINEAR = {"name": "linear", "attention": {"kind": "linear"}, "mlp": {"kind": "linear"}}
 EMPTY = {"name": "empty", "attention": {"kind": "no_op"}}
+FEWER_EXPERTS = {"name": "fewer-experts", "mlp": {"experts": 2}}
 
 
 @dataclass(frozen=True)
@@ -434,4 +439,16 @@ def differences(ours: Mapping[Key, Learnt], alone: Mapping[Key, Learnt]) -> list
                 found.append(
                     f"{key}: {name} is off by {(weight - expected.weights[name]).abs().max()}"
                 )
+    return found
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint's files."""
+    files = FileSystemReader(path)
+    found = {
+        name: torch.empty(of.size, dtype=of.properties.dtype)
+        for name, of in files.read_metadata().state_dict_metadata.items()
+        if isinstance(of, TensorStorageMetadata)
+    }
+    load(found, storage_reader=files, no_dist=True)
     return found
