@@ -395,7 +395,13 @@ def _conclude(job: Job) -> None:
         own = teacher_shape(sizes, block)
         whole = _entry(args, own, 0.0, numbers[bool(own.num_experts)])
         blocks.append([whole, *(entries[block, shape.name] for shape in shapes)])
-    made = LibraryFile(teacher=args.teacher_load, bf16=args.bf16, blocks=blocks)
+    made = LibraryFile(
+        teacher=args.teacher_load,
+        bf16=args.bf16,
+        experts_per_token=args.moe_router_topk if args.num_experts else 0,
+        shared_expert_size=getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
+        blocks=blocks,
+    )
     path = Path(args.save_library) / "library.json"
     library_files.write(path, made.model_dump())
     for block, candidates in enumerate(blocks):

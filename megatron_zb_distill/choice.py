@@ -24,8 +24,9 @@ from megatron_zb.files import check_writable
 from megatron_zb.measured import config
 from megatron_zb.measured.config import Section
 from megatron_zb.parsing import Parser, flag_of
-from megatron_zb_distill import library_files
+from megatron_zb_distill import library_files, puzzletron
 from megatron_zb_distill.library_files import Entry, LibraryFile
+from megatron_zb_distill.puzzletron import Routing
 
 _SECONDS = 60.0
 """Of the solver, which then gives the best choice so far."""
@@ -155,6 +156,12 @@ def _parser() -> Parser:
         help="the same candidate for all blocks that have the same ones, as a student with experts "
         "or latent attention needs",
     )
+    parser.add_argument(
+        "--block-configs",
+        type=Path,
+        metavar="FILE",
+        help="write the student's layers as block_configs, as puzzletron's config.json has them",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the choice as JSON")
     parser.add_argument(
         "--save-student", type=Path, metavar="DIR", help="write the student as a checkpoint"
@@ -166,8 +173,9 @@ def _run(argv: Sequence[str] | None) -> None:
     args = _parser().parse_args(argv)
     library = library_files.read_library(args.library)
     budgets = _budgets(args, library)
-    if args.output is not None:
-        check_writable(args.output)
+    for path in (args.output, args.block_configs):
+        if path is not None:
+            check_writable(path)
     kinds = [tuple(entry.name for entry in of) for of in library.blocks] if args.alike else None
     with told_if_slow("choosing blocks"):
         scores = [[entry.score for entry in of] for of in library.blocks]
@@ -180,6 +188,10 @@ def _run(argv: Sequence[str] | None) -> None:
         score = sum(entry.score for entry in chosen)
         content = {"score": score, "is_best": found.is_best, "sums": sums, "blocks": blocks}
         library_files.write(args.output, content)
+    if args.block_configs is not None:
+        routing = Routing(library.experts_per_token, library.shared_expert_size)
+        described = puzzletron.described([entry.shape for entry in chosen], routing)
+        library_files.write(args.block_configs, described)
     if args.save_student is not None:
         warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.")
         from megatron_zb.megatron_core.cpu import run_on_cpu

@@ -86,7 +86,7 @@ def _job(args: argparse.Namespace, world_size: int) -> Job:
     Raises:
         UsageError: teacher, student, data and checkpoint do not fit together.
     """
-    from megatron_zb_distill.student import library, read_student
+    from megatron_zb_distill.student_files import library_of, read_student
 
     student = read_student(Path(args.student_config))
     # about fused kernels that are not installed, and old names inside Megatron
@@ -113,7 +113,7 @@ def _job(args: argparse.Namespace, world_size: int) -> Job:
             "package transformer_engine, which is not installed: install it"
         )
     args = complete(args, teacher.arguments)
-    shapes = library(student, teacher.shape)
+    shapes = library_of(student, teacher.shape)
     check_candidate(args, shapes)
     check_split(args, shapes, world_size)
     check_stitchable(args, shapes)

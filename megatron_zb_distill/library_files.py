@@ -69,6 +69,8 @@ class LibraryFile(Section):
 
     teacher: str = Field(description="as given to --teacher-load", examples=["runs/teacher"])
     bf16: bool = Field(description="whether weights are in bf16", examples=[False])
+    experts_per_token: int = Field(0, ge=0, le=10**6, description="by the router", examples=[2])
+    shared_expert_size: int = Field(0, ge=0, le=10**8, description="their width", examples=[64])
     blocks: list[list[Entry]] = Field(min_length=1, description="of each block", examples=["[[]]"])
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.parsing import GIB, flag_of, gib
 from megatron_zb_distill.planning import DistillPlanJob, DistillPlanRow, flags_of, rows
-from megatron_zb_distill.student import read_student
+from megatron_zb_distill.student_files import read_student
 from megatron_zb_plan import request
 
 # Of other plans, with what they have when they are not given.

@@ -24,11 +24,10 @@ from megatron_zb_distill.schedule.distribution import (
 from megatron_zb_distill.student import (
     BlockShape,
     Library,
-    StudentConfig,
     TeacherShape,
-    library,
     nodes_of,
 )
+from megatron_zb_distill.student_files import Student, library_of
 from megatron_zb_plan import byte_counts
 from megatron_zb_plan.byte_counts import GRADIENT, OPTIMIZER, WEIGHT
 from megatron_zb_plan.device import DeviceConfig
@@ -47,7 +46,7 @@ class DistillPlanJob:
     """Models, hardware and batch of a planned distillation; ``memory`` in bytes per GPU."""
 
     teacher: ModelConfig
-    student: StudentConfig
+    student: Student
     device: DeviceConfig
     gpus: int
     memory: float
@@ -63,7 +62,7 @@ class DistillPlanJob:
 
     @property
     def candidates(self) -> Library:
-        return library(self.student, _shape_of(self.teacher))
+        return library_of(self.student, _shape_of(self.teacher))
 
     def hours(self, seconds: float) -> float | None:
         """Return the hours of the whole distillation, for the seconds of a step."""

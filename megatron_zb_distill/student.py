@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from megatron_zb.errors import UsageError
-from megatron_zb.measured import config
 from megatron_zb.measured.config import Section, optional_size
 
 AttentionKind = Literal["attention", "linear", "no_op"]
@@ -200,15 +198,6 @@ class StudentConfig(Section):
         return self
 
 
-def read_student(path: Path) -> StudentConfig:
-    """Read a file of ``configs/students``.
-
-    Raises:
-        UsageError: the file or a field of it is wrong.
-    """
-    return config.read(path, StudentConfig)
-
-
 def library(student: StudentConfig, teacher: TeacherShape) -> tuple[tuple[BlockShape, ...], ...]:
     """Return the candidates of every block, in the order of the blocks.
 
@@ -224,10 +213,15 @@ def library(student: StudentConfig, teacher: TeacherShape) -> tuple[tuple[BlockS
                     f"to {teacher.num_layers - 1}: give one of them"
                 )
             candidates[block] = exception.candidates
-    return tuple(tuple(_shape(c, teacher, b) for c in candidates[b]) for b in sorted(candidates))
+    return tuple(tuple(shape_of(c, teacher, b) for c in candidates[b]) for b in sorted(candidates))
 
 
-def _shape(candidate: Candidate, teacher: TeacherShape, block: int) -> BlockShape:
+def shape_of(candidate: Candidate, teacher: TeacherShape, block: int) -> BlockShape:
+    """Return the shape of a candidate for a block.
+
+    Raises:
+        UsageError: it does not fit the teacher.
+    """
     _check_replaceable(candidate, teacher, block)
     return BlockShape(
         name=candidate.name,

@@ -20,7 +20,8 @@ from megatron_zb.measured.profile import Profile, read_profile, write_profile
 from megatron_zb.measured.trace import compare, trace_path, write_trace
 from megatron_zb_distill.flags import parse as parse_distillation
 from megatron_zb_distill.place import parse_distribution
-from megatron_zb_distill.student import TeacherShape, library, read_student
+from megatron_zb_distill.student import TeacherShape
+from megatron_zb_distill.student_files import library_of, read_student
 from megatron_zb_plan.request import read as read_job
 from megatron_zb_train.arguments import parse
 
@@ -209,7 +210,7 @@ def test_students(tmp_path: Path, data: st.DataObject) -> None:
         ffn_hidden_size=256,
     )
     try:
-        assert len(library(read_student(path), teacher)) == 8
+        assert len(library_of(read_student(path), teacher)) == 8
     except UsageError as error:
         one_sentence(error)
 

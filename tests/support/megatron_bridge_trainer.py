@@ -92,7 +92,7 @@ def imported_provider(bridge: AutoBridge, pipeline_size: int) -> GPTModelProvide
 
 
 def _local_layers(config: Any, **options: Any) -> Any:
-    return get_gpt_layer_local_spec(**options)
+    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, **options)
 
 
 class BridgeJob:
