@@ -14,7 +14,7 @@ from ranks import RankPools
 MISSING = missing_trainers()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
-LENGTH, VOCABULARY = 128, 256
+LENGTH, VOCABULARY = 128, 64
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -61,12 +61,12 @@ def imported_by_bridge(source: Path, folder: Path) -> None:
 
     bridge = AutoBridge.from_hf_pretrained(source)
     provider = imported_provider(bridge, 1)
+    provider.seq_length = LENGTH
     parallel_state.initialize_model_parallel(1, 1)
     provider.finalize()
     model = provider.provide_distributed_model(
         wrap_with_ddp=False, use_cpu_initialization=True, bf16=False, fp16=False
     )
-    bridge.load_hf_weights(model)
     bridge.save_megatron_model(model, folder, low_memory_save=False)
 
 
