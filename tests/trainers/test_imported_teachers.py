@@ -73,6 +73,7 @@ def imported_by_bridge(source: Path, folder: Path) -> None:
 def losses_of_blocks(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """The losses of the teacher's blocks, embedding and output layer, (batch, sequence - 1)."""
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from megatron_zb_distill.flags import complete, parse
     from megatron_zb_distill.place import Place
@@ -82,6 +83,7 @@ def losses_of_blocks(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(1, 1)
+    model_parallel_cuda_manual_seed(1)
     words = "--cpu --mock-data --student-config none --lr 0 --train-iters 1"
     batch = "--micro-batch-size 1 --global-batch-size 1"
     teacher = read_teacher(folder)
