@@ -55,6 +55,8 @@ ON_A_CPU: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "hidden_dropout": 0.0,
     "masked_softmax_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
     "persist_layer_norm": False,
     "pipeline_dtype": torch.float32,
     "seq_length": LENGTH,
@@ -92,7 +94,9 @@ def imported_provider(bridge: AutoBridge, pipeline_size: int) -> GPTModelProvide
 
 
 def _local_layers(config: Any, **options: Any) -> Any:
-    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, **options)
+    return get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, **options
+    )
 
 
 class BridgeJob:

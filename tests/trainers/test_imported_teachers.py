@@ -35,6 +35,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"rope_theta": 500000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": False},
     "Qwen2": {"rope_theta": 1e6, "tie_word_embeddings": True},
     "Qwen3": {"rope_theta": 1e6, "head_dim": 12, "tie_word_embeddings": False},
+    "Qwen3Moe": {
+        "rope_theta": 1e6,
+        "head_dim": 12,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    },
     "Mistral": {"rope_theta": 1e6, "head_dim": 12, "sliding_window": None},
 }
 
@@ -75,12 +83,14 @@ def losses_of_blocks(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+    from megatron_zb.megatron_core.cpu import redirect_experts
     from megatron_zb_distill.flags import complete, parse
     from megatron_zb_distill.place import Place
     from megatron_zb_distill.schedule.distribution import Distribution
     from megatron_zb_distill.stage import open_stage_blocks
     from megatron_zb_distill.teacher import read_teacher
 
+    redirect_experts()
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(1, 1)
     model_parallel_cuda_manual_seed(1)
