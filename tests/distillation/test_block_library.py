@@ -156,7 +156,14 @@ def test_candidates_learn_in_a_library_what_they_learn_alone(
 
 
 TRAINED = 3
+# With what Llama 3, Qwen2.5 and Qwen3 have.
 MODEL: Mapping[str, Any] = {
+    "--kv-channels": 12,
+    "--add-qkv-bias": True,
+    "--qk-layernorm": True,
+    "--rotary-base": 500,
+    "--use-rope-scaling": True,
+    "--rope-scaling-factor": 4,
     "--cpu": True,
     "--num-layers": LAYERS,
     "--hidden-size": 32,

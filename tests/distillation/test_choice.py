@@ -12,6 +12,8 @@ import pytest
 
 from megatron_zb.errors import UsageError
 from megatron_zb_distill.choice import Budget, choose, main
+from megatron_zb_distill.student import TeacherShape
+from megatron_zb_distill.student_files import library_of, read_student
 
 TEACHER = {
     "name": "teacher",
@@ -55,6 +57,46 @@ def test_no_combination_is_better(seed: int) -> None:
     assert sum(of[c] for of, c in zip(scores, found.chosen, strict=True)) == pytest.approx(
         min(kept), abs=1e-6
     )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_of_one_kind_may_have_to_be_alike(seed: int) -> None:
+    """The best of all choices that are, by trying them."""
+    draw = random.Random(seed)
+    sizes = {"a": draw.randint(1, 4), "b": draw.randint(1, 4)}
+    kinds = [draw.choice("ab") for _ in range(5)]
+    scores = [[float(draw.randint(0, 100)) for _ in range(sizes[kind])] for kind in kinds]
+    costs = [[float(draw.randint(1, 60)) for _ in range(sizes[kind])] for kind in kinds]
+    budget = Budget("parameters", draw.randint(100, 200), costs)
+    alike = [
+        [of[kind] for kind in kinds]
+        for candidates in itertools.product(*map(range, sizes.values()))
+        for of in [dict(zip(sizes, candidates, strict=True))]
+    ]
+    kept = [chosen for chosen in alike if budget.of(chosen) <= budget.limit]
+    if not kept:
+        with pytest.raises(UsageError, match=r"smallest choice needs|with --alike"):
+            choose(scores, [budget], kinds)
+        return
+    sums = [sum(of[c] for of, c in zip(scores, chosen, strict=True)) for chosen in kept]
+    found = choose(scores, [budget], kinds)
+    assert list(found.chosen) in kept
+    assert sum(of[c] for of, c in zip(scores, found.chosen, strict=True)) == pytest.approx(
+        min(sums), abs=1e-5
+    )
+
+
+def test_the_layers_are_written_as_puzzletron_has_them(tmp_path: Path) -> None:
+    """What a later distillation reads again; alike, though a mix would be better."""
+    (tmp_path / "library.json").write_text(json.dumps(LIBRARY))
+    path = tmp_path / "blocks.json"
+    words = ["--library", str(tmp_path), "--parameters", "80%", "--block-configs", str(path)]
+    found = []
+    for more in ([], ["--alike"]):
+        assert main([*words, *more]) == 0
+        shapes = library_of(read_student(path), TeacherShape(2, 64, 8, 4, 64))
+        found.append(sorted(shape.ffn_hidden_size for (shape,) in shapes))
+    assert found == [[32, 64], [32, 32]]
 
 
 def test_it_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
