@@ -19,6 +19,10 @@ LONGEST_TIME = 1e12
 """Longest time of a pass, in any unit; sums of longer ones would lose their digits."""
 
 
+class Written:
+    """A value of several parts, such as a limit of memory, whose text has all that users give."""
+
+
 class Parser(argparse.ArgumentParser):
     """Argument parser that reports mistakes as UsageError."""
 

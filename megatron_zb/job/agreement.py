@@ -33,9 +33,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_zb.errors import UsageError
-from megatron_zb.parsing import flag_of
-from megatron_zb.schedules.request import Limit
-from megatron_zb.schedules.slices import Slicing
+from megatron_zb.parsing import Written, flag_of
 
 # --- values that two processes can compare: equal text for the same meaning, on every host
 
@@ -61,7 +59,7 @@ def comparable(value: Any) -> Any:
         return sorted(map(comparable, value), key=str)
     if isinstance(value, list | tuple):
         return [comparable(one) for one in value]
-    if isinstance(value, PurePath | Limit | Slicing):
+    if isinstance(value, PurePath | Written):
         return str(value)
     return _described(value)
 

@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, Store
 from megatron_zb import __version__, files
 from megatron_zb.errors import UsageError
 from megatron_zb.job.agreement import compare
+from megatron_zb.parsing import Written
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs
@@ -36,7 +37,7 @@ from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.slices import Slicing, costs_of, in_turns, in_units, slicing_of
+from megatron_zb.schedules.slices import costs_of, in_turns, in_units, slicing_of
 
 # --- the folder
 
@@ -59,8 +60,8 @@ def described(name: str, request: dict[str, Any]) -> dict[str, Any]:
             values[key] = hashlib.sha256(repr(value).encode()).hexdigest()[:16]
         elif isinstance(value, Placement):
             values[key] = [value.name, *value.rank_of]
-        elif isinstance(value, Slicing):
-            values[key] = repr(value)
+        elif isinstance(value, Written):
+            values[key] = repr(value)  # its text may be less
         else:
             values[key] = value
     return values

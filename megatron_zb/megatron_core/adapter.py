@@ -42,16 +42,14 @@ from megatron_zb.megatron_core.planned_steps import PlannedLengths, PlannedSteps
 from megatron_zb.megatron_core.post_validation import PostValidation, PostValidationPart
 from megatron_zb.megatron_core.profiled_steps import ProfilePart, ProfileUse
 from megatron_zb.megatron_core.random_streams import LayerStreams, layers_draw_weights
-from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_core.split_backward import SplitBackward, split_linear_layers
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart, device
 from megatron_zb.megatron_core.transformer_engine import (
-    add_gradients_in_any_order,
     split_transformer_engine,
 )
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
-from megatron_zb.parsing import flag_of
+from megatron_zb.parsing import Written, flag_of
 from megatron_zb.runtime.activation_memory import ActivationMemory, HostCopyEngines
 from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.runtime.channels import GroupOptions
@@ -82,14 +80,11 @@ class PipelineAdapter:
         versions.warn_of_core()
         self.current, self.placed = current, placed
         self._splits = [SplitBackward(WeightGradQueue()) for _ in range(placed.chunks)]
-        cuts_vocabulary = current.costs.vocabulary is not None
-        self._parts = PartList(placed.physical, cuts_vocabulary=cuts_vocabulary)
+        self._parts = PartList(placed.physical, current)
         self.planned = PlannedSteps(current)
         """Plans of steps of unequal microbatches."""
         for part in (ReadAhead(self.planned), PlannedLengths(self.planned)):
             self._parts.add(part)
-        if current.slicing is not None:
-            self._parts.add(SlicesPart(current.slicing))
         self._said: list[str] = []
 
     @classmethod
@@ -247,8 +242,13 @@ class PipelineAdapter:
             split_linear_layers(chunk, split)
             if self.current.splits_backward:
                 split_transformer_engine(chunk, split, self.schedule.name)
-            if self.current.slicing is not None:
-                add_gradients_in_any_order(chunk)
+        for part in self._parts.in_order():
+            part.finish_model(model_chunks)
+
+    @property
+    def reads_on_every_stage(self) -> bool:
+        """Whether stages between the first and the last need data, too."""
+        return any(part.reads_on_every_stage for part in self._parts.in_order())
 
     def track(self, memory: ActivationMemory | None) -> None:
         """Count the activations of the steps from the next one on; None to stop."""
@@ -465,10 +465,10 @@ def build_adapter(
     if args.pipeline_verify:
         adapter.verify()
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
-    for name in ("pipeline_memory_limit", "pipeline_host_limit", "pipeline_slices"):
-        if (limit := getattr(args, name, None)) is not None:
-            setattr(args, name, str(limit))  # checkpoints have the arguments as plain values
-    if versions.graphs_of(args) is versions.Graphs.NONE and adapter.current.slicing is None:
+    for name, value in vars(args).items():
+        if isinstance(value, Written):
+            setattr(args, name, str(value))  # checkpoints have the arguments as plain values
+    if versions.graphs_of(args) is versions.Graphs.NONE and adapter.current.is_profiled:
         adapter.profile(profile, args.pipeline_replan_every, is_named=named)
     if why_whole is not None:
         adapter.say(f"{WHOLE}: {why_whole}")

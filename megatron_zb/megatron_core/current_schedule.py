@@ -186,6 +186,11 @@ class CurrentSchedule:
         return slicing_of(self.schedule)
 
     @property
+    def is_profiled(self) -> bool:
+        """Whether the times of passes can be those of whole microbatches, as a profile has them."""
+        return self.slicing is None
+
+    @property
     def splits_backward(self) -> bool:
         """Whether the schedule has a W, a weight gradient as a separate pass."""
         return any(p.kind is PassKind.W for rank in self.schedule.ranks for p in rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
+from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.megatron_core.data_iterators import ReadingsPart
 from megatron_zb.megatron_core.data_parallel import DataParallelPart
 from megatron_zb.megatron_core.experts import ExpertMetricsPart, OverlapPart, PagedStashPart
@@ -45,16 +46,18 @@ _ORDER: tuple[type[StepPart], ...] = (
 class PartList:
     """At most one part of each type; those that need no option are there from the beginning."""
 
-    def __init__(self, physical: PhysicalPlacement, *, cuts_vocabulary: bool) -> None:
+    def __init__(self, physical: PhysicalPlacement, current: CurrentSchedule) -> None:
         self._found: dict[type[StepPart], StepPart] = {}
         for kind in (ExpertMetricsPart, GraphsPart, PagedStashPart, ReadingsPart, OverlapPart):
             self.add(kind())
         for part in (ChannelsPart(), WatchPart(), OffloadPart(), DataParallelPart()):
             self.add(part)
-        if cuts_vocabulary:
+        if current.costs.vocabulary is not None:
             vocabulary = VocabularyPart(physical)
             self.add(vocabulary)
             self.add(DataParallelPart(vocabulary.weight_passes))
+        if current.slicing is not None:
+            self.add(SlicesPart(current.slicing))
 
     def add(self, part: StepPart) -> None:
         """Add a part, in place of one of the same type."""

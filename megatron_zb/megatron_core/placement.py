@@ -23,7 +23,6 @@ from megatron_zb.schedules.layout import Letters
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.slices import slicing_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +184,15 @@ class StartReport:
             balance: the balance by which layers were placed, if any.
             more: lines to add at the end.
         """
-        placement = self.schedule.placement
+        schedule, placement = self.schedule, self.schedule.placement
+        sizes = schedule.rules.sizes_in_words(schedule)
         head = (
-            f"pipeline schedule {self.schedule.name}: {placement.pipeline_size} ranks x "
-            f"{placement.chunks} chunks, {self._microbatches()}, expected "
+            f"pipeline schedule {schedule.name}: {placement.pipeline_size} ranks x "
+            f"{placement.chunks} chunks, {sizes}, expected "
             f"bubble {100 * self.bubble_rate:.1f} % at {self._known_costs()}"
         )
         lines = [*self._ranks(), *([str(balance)] if balance else ()), *self._states(), *more]
         return "\n".join([head, *(f"  {line}" for line in lines)])
-
-    def _microbatches(self) -> str:
-        count, slicing = self.schedule.num_microbatches, slicing_of(self.schedule)
-        if slicing is None:
-            return f"{count} microbatches"
-        return f"{count // slicing.slices} microbatches of {slicing.slices} slices"
 
     def _ranks(self) -> Iterator[str]:
         placement, physical = self.schedule.placement, self.layout.physical

@@ -32,6 +32,7 @@ from megatron_zb.megatron_core.sliced_documents import ENDS, OF_DOCUMENTS, Cut, 
 from megatron_zb.megatron_core.sliced_routers import WholeRouting, has_losses
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, activation_shape, device
+from megatron_zb.megatron_core.transformer_engine import add_gradients_in_any_order
 from megatron_zb.schedules.slices import Slicing, slicing_of
 
 FLAG = "--pipeline-slices"
@@ -59,6 +60,15 @@ class SlicesPart(StepPart):
         self._readers: list[SlicedReading | None] = []
 
     fact = "is_sliced"
+
+    @property
+    def reads_on_every_stage(self) -> bool:
+        """Whether stages between the first and the last need data, too: the ends of documents."""
+        return bool(self.documents)
+
+    def finish_model(self, chunks: list[Any]) -> None:
+        for chunk in chunks:
+            add_gradients_in_any_order(chunk)
 
     def prepare_model(self, chunks: list[Any]) -> None:
         """Replace the attention and the rotary embeddings of all layers.

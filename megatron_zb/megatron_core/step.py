@@ -152,8 +152,16 @@ class StepPart:
     fact: str | None = None
     """What this part makes true of a step, by its name in ``refusals.yaml``."""
 
+    @property
+    def reads_on_every_stage(self) -> bool:
+        """Whether stages between the first and the last need data, too."""
+        return False
+
     def prepare_model(self, chunks: list[Any]) -> None:
         """Prepare the model chunks of this rank, before data parallelism wraps them."""
+
+    def finish_model(self, chunks: list[Any]) -> None:
+        """Prepare what layers do whose backward has been split."""
 
     def before_step(self, step: Step) -> None:
         """Prepare for a call, before anything runs; called once, also if the step is rehearsed."""

@@ -30,7 +30,6 @@ from megatron_zb.job.shared_build import SharedBuild, build_with_cache
 from megatron_zb.megatron_core import checkpoints, refusals, versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.refusals import Asked
-from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_lm import (
     argument_table,
     fingerprint,
@@ -77,8 +76,8 @@ class StageData:
         read the ends of documents from nothing, and they could not count the batches of a whole
         validation set.
         """
-        args, is_sliced = self._args, self._adapter.current.slicing is not None
-        if is_sliced and self._adapter.part(SlicesPart).documents:
+        args = self._args
+        if self._adapter.reads_on_every_stage:
             return True
         resets = args.reset_attention_mask and args.create_attention_mask_in_dataloader
         has_ends = getattr(args, "dataloader_inter_document_masking", False)  # new in 0.19

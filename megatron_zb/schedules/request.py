@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_zb.errors import UsageError
+from megatron_zb.parsing import Written
 from megatron_zb.schedules.costs import Costs, most_in_a_row
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.simulator import Timeline
@@ -31,7 +32,7 @@ _BYTES = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})")
 
 
 @dataclass(frozen=True)
-class Limit:
+class Limit(Written):
     """The most memory of a rank; without a share and bytes, there is none.
 
     Args:

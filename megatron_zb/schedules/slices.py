@@ -22,6 +22,7 @@ from operator import add
 from typing import Any, overload
 
 from megatron_zb.errors import UsageError
+from megatron_zb.parsing import Written
 from megatron_zb.schedules.costs import Costs, Scale
 from megatron_zb.schedules.kinds import TRAINING_KINDS, Kind, Memory
 from megatron_zb.schedules.passes import Message, Pass, PassKind
@@ -111,7 +112,7 @@ class Turns(Sequence[int]):
 
 
 @dataclass(frozen=True)
-class Slicing:
+class Slicing(Written):
     """Slices of a microbatch: their lengths, in tokens or as shares, and how W runs.
 
     Args:

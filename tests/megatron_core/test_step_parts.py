@@ -51,7 +51,9 @@ def test_two_parts_that_replace_the_same_stage_are_refused() -> None:
 
 @pytest.mark.parametrize("cuts_vocabulary", [True, False])
 def test_a_part_takes_the_place_of_one_of_its_type(cuts_vocabulary: bool) -> None:
-    found = parts.PartList(PHYSICAL, cuts_vocabulary=cuts_vocabulary)
+    costs = SimpleNamespace(vocabulary="cut" if cuts_vocabulary else None)
+    current: Any = SimpleNamespace(costs=costs, slicing=None)
+    found = parts.PartList(PHYSICAL, current)
     before = [type(part) for part in found.in_order()]
     assert found[WatchPart].timeout is None
     found.add(WatchPart(7.0))
