@@ -22,7 +22,7 @@ from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.slices import AUTO, GAIN, Slicing, least_tokens, slicing_of
+from megatron_zb.schedules.slices import AUTO, GAIN, KEPT, Slicing, least_tokens, slicing_of
 from megatron_zb.schedules.slices import costs_of as sliced_costs
 from megatron_zb.schedules.step_plan import (
     NO_ATTENTION,
@@ -66,6 +66,7 @@ class JobSizes:
         sequence: tokens of a sequence, for token slices.
         spread: ranks of tensor and context parallelism, for token slices.
         hidden: hidden size, for the number of token slices.
+        kept: share of the activations that keys and values take, for token slices.
     """
 
     pipeline_size: int
@@ -80,6 +81,7 @@ class JobSizes:
     sequence: int | None = None
     spread: int = 1
     hidden: int | None = None
+    kept: float = KEPT
 
     @property
     def known_ends(self) -> Ends | None:
@@ -356,8 +358,9 @@ def _slicing(settings: ScheduleSettings, sizes: JobSizes) -> Slicing | None:
         work * tokens / (1.0 + work * tokens)
         for work in (sizes.known_attention.forward, sizes.known_attention.backward)
     )
-    whole = asked.slices == 1
-    return None if whole else replace(asked, attention=forward, attention_backward=backward)
+    if asked.slices == 1:
+        return None
+    return replace(asked, attention=forward, attention_backward=backward, kept=sizes.kept)
 
 
 def _of_slices(slicing: Slicing | None, sizes: JobSizes) -> str:

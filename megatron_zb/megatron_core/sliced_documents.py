@@ -128,6 +128,8 @@ class Cut:
     documents: Documents | None = None
     """Those to which attention keeps, if any."""
     context: ContextShare = field(default_factory=ContextShare)
+    storages: set[int] = field(default_factory=set)
+    """Addresses of the storages that keep keys and values, which later slices read, too."""
 
     @property
     def slices(self) -> int:

@@ -115,6 +115,7 @@ class SlicesPart(StepPart):
 
     def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
         stage.cut = self._cuts[stage.chunk]
+        stage.staying = stage.cut.storages
         stage.joins_weight = bool(self.slicing_of(step).joins_weight)
         stage.reading = self.reading
         if stage.is_output:
@@ -130,6 +131,8 @@ class SlicesPart(StepPart):
     def after_step(self, step: Step) -> None:
         for layer in self._layers:
             layer.kept.clear()
+        for cut in self._cuts:
+            cut.storages.clear()
         if all(isinstance(record, Record) for record in step.forward_data_store):
             whole = _joined_records(step.forward_data_store, self.slicing.slices)
             step.forward_data_store[:] = whole
@@ -237,6 +240,11 @@ class _Kept:
     values: torch.Tensor
     left: list[torch.Tensor | None] = field(default_factory=lambda: [None, None])
 
+    @property
+    def storages(self) -> set[int]:
+        """Addresses of the storages of both."""
+        return {tensor.untyped_storage()._cdata for tensor in (self.keys, self.values)}
+
 
 class Prefix:
     """The core attention of a layer, to whose keys and values those of earlier slices are put.
@@ -278,6 +286,7 @@ class Prefix:
             length = self._cut.borders[-1]
             keys, values = (x.detach().new_empty(length, *x.shape[1:]) for x in (key, value))
             self.kept[microbatch] = _Kept(keys, values)
+            self._cut.storages |= self.kept[microbatch].storages
         prefixes = _WithPrefix.apply(key, value, self.kept, self._cut)
         more["attn_mask_type"] = AttnMaskType.causal_bottom_right
         runs = self._cut.context.runs(start, end)
@@ -288,7 +297,7 @@ class Prefix:
         ]
         output = outputs[0] if len(runs) == 1 else torch.cat(outputs)
         if self._cut.forward_only and end == self._cut.borders[-1]:
-            del self.kept[microbatch]
+            self._cut.storages -= self.kept.pop(microbatch).storages
         return output
 
     def _within_documents(
@@ -328,7 +337,7 @@ class _WithPrefix(torch.autograd.Function):
         ctx: Any, key: torch.Tensor, value: torch.Tensor, kept: dict[int, _Kept], cut: Cut
     ) -> tuple[torch.Tensor, ...]:
         (ctx.start, ctx.end), ctx.context = cut.tokens, cut.context
-        ctx.kept, ctx.microbatch = kept, cut.microbatch
+        ctx.kept, ctx.microbatch, ctx.cut = kept, cut.microbatch, cut
         held = kept[ctx.microbatch]
         # ``data`` has a separate version counter: autograd would refuse the part of the buffer that
         # attention has saved, although later slices are written behind it.
@@ -351,7 +360,7 @@ class _WithPrefix(torch.autograd.Function):
             own.append(ctx.context.summed(whole[ctx.start :]).to(kind[0].dtype))
             held.left[place] = whole[: ctx.start]
         if ctx.start == 0:
-            del ctx.kept[ctx.microbatch]
+            ctx.cut.storages.difference_update(ctx.kept.pop(ctx.microbatch).storages)
         return own[0], own[1], None, None
 
 

@@ -207,5 +207,6 @@ class OffloadPart(StepPart):
         if stage.moved:
             chunk = step.model[stage.chunk]
             buffers = torch.nn.Module.buffers(chunk)  # Megatron's own wrappers have others
-            stage.moves = MovedActivations(self.host, [*chunk.parameters(), *buffers])
+            staying = [*chunk.parameters(), *buffers]
+            stage.moves = MovedActivations(self.host, staying, stage.staying)
             stage.moves.activation_memory = step.memory

@@ -41,6 +41,7 @@ from megatron_zb.schedules.layout import (
     predicting_parts,
 )
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.slices import KEPT
 
 DIVISION = (
     "account_for_embedding_in_pipeline_split",
@@ -228,7 +229,18 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
         sequence=args.seq_length,
         spread=args.tensor_model_parallel_size * args.context_parallel_size,
         hidden=getattr(args, "hidden_size", None),
+        kept=_kept_by_slices(args),
     )
+
+
+def _kept_by_slices(args: argparse.Namespace) -> float:
+    """Return the share of the activations that keys and values take, fewer heads counted."""
+    heads, groups = (
+        getattr(args, name, None) for name in ("num_attention_heads", "num_query_groups")
+    )
+    if not (heads and groups and getattr(args, "group_query_attention", False)):
+        return KEPT
+    return KEPT * min(1.0, groups / heads)
 
 
 def _check_sizes(args: argparse.Namespace) -> None:

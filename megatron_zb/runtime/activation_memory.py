@@ -294,10 +294,16 @@ class MovedActivations:
     Args:
         host: the memory of the host, and the engines that copy; one for all stages of a rank.
         staying: tensors whose storages are never moved: parameters and buffers.
+        also: addresses of further storages that are not moved now; the caller changes it.
     """
 
-    def __init__(self, host: HostMemory, staying: Collection[torch.Tensor] = ()) -> None:
-        self._host = host
+    def __init__(
+        self,
+        host: HostMemory,
+        staying: Collection[torch.Tensor] = (),
+        also: Collection[int] = (),
+    ) -> None:
+        self._host, self._also = host, also
         self._staying = {tensor.untyped_storage()._cdata for tensor in staying}
         self._units: dict[int, _Unit] = {}
         self._seen: dict[int, StorageWeakRef] = {}  # of earlier microbatches, by address
@@ -319,6 +325,8 @@ class MovedActivations:
             data = tensor.untyped_storage()
             if data._cdata in self._staying:
                 return tensor
+            if data._cdata in self._also:
+                return tensor.detach()
             storage = unit.storages.get(data._cdata)
             if storage is None:
                 if data._cdata in self._seen:

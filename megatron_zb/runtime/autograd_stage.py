@@ -191,6 +191,8 @@ class AutogradStage:
     dropped: Collection[int] = ()
     moved: Collection[int] = ()
     moves: MovedActivations | None = None
+    staying: Collection[int] = ()
+    """Addresses of storages that stay on the device, whatever a forward saves of them."""
 
     def __init__(
         self,

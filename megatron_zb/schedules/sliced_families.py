@@ -11,6 +11,7 @@ B pass it back, and the longest way through the grid is the least time.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,9 +37,15 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 from megatron_zb.schedules.request import Limit, LimitTooSmall, Request, keeps
 from megatron_zb.schedules.schedule import Report, Schedule
-from megatron_zb.schedules.search.place_w import least_memory, place_weight_gradients, split_all
+from megatron_zb.schedules.search.place_w import (
+    fuse_for_free,
+    least_memory,
+    place_weight_gradients,
+    split_all,
+)
 from megatron_zb.schedules.search.placement_search import search_placement
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.sliced_states import fitted, least_if_dropped
 from megatron_zb.schedules.slices import SlicedCosts, Slicing, TurnCosts, in_units
 from megatron_zb.schedules.stage_costs import StageCosts
 
@@ -99,7 +106,6 @@ def _check(name: str, request: Request) -> None:
         raise UsageError(f"{name} has no slices: give one of {', '.join(SLICED)}")
     unserved = {
         "communication in F and B": any(costs.forward_comm) or any(costs.backward_comm),
-        "recomputation or offload": costs.has_states,
         "a vocabulary-parallel output layer": costs.vocabulary is not None,
         "further passes": bool(costs.parts),
     }
@@ -111,19 +117,74 @@ def _check(name: str, request: Request) -> None:
 def _built(name: str, request: Request, slicing: Slicing) -> Schedule:
     """Build one form of W, of a request for units."""
     costs = request.costs
-    assert isinstance(costs, SlicedCosts)
-    search = _SlicedOrders(replace(request, costs=costs.in_turns()), slicing)
-    schedule = replace(in_units(search.schedule(name), slicing), name=name)
-    schedule.check_ranks()
+    if costs.has_states and name not in _FIXED:
+        schedule = _with_states(name, request, slicing)
+    else:
+        schedule = _ordered(name, request, slicing)
     timeline = simulate(schedule, costs)
     users = request.limit.per_rank(costs)
     if users is not None:
         request.check_feasible(name, users, timeline.peak_memory)
     allowed = users or timeline.peak_memory
+    if costs.has_states:  # memory bounds no time
+        allowed = (math.inf,) * request.pipeline_size
     sizes = (schedule.placement, timeline.costs, allowed, slicing.slices)
     bound = sliced_bound(*sizes, joined=bool(slicing.joins_weight))
     period = timeline.period if request.back_to_back else None
     return replace(schedule, report=Report(timeline.makespan, bound, period))
+
+
+def _ordered(name: str, request: Request, slicing: Slicing) -> Schedule:
+    """Return an order of a request for units, in which every activation is kept."""
+    assert isinstance(request.costs, SlicedCosts)
+    costs = request.costs.with_all_kept()
+    assert isinstance(costs, SlicedCosts)
+    search = _SlicedOrders(replace(request, costs=costs.in_turns()), slicing)
+    schedule = replace(in_units(search.schedule(name), slicing), name=name)
+    schedule.check_ranks()
+    return schedule
+
+
+_MORE = (1.0, 1.5, 2.0, 4.0)
+"""Memory of the orders that are made to fit, in those of the limit."""
+
+
+def _with_states(name: str, request: Request, slicing: Slicing) -> Schedule:
+    """Return the fastest of what keeps all activations, drops some, or moves some to the host.
+
+    Without a limit, no rank holds more than the most of the order that keeps all.
+
+    Raises:
+        UsageError: nothing keeps the limit.
+    """
+    costs, orders = request.costs, list[Schedule]()
+    refused: LimitTooSmall | None = None
+    users = request.limit.per_rank(costs)
+    limit = users
+    for more in _MORE:
+        looser = request
+        if limit is not None:
+            whole = tuple(
+                more * most + fixed for most, fixed in zip(limit, costs.fixed, strict=True)
+            )
+            looser = replace(request, limit=Limit(bytes=whole))
+        try:
+            orders.append(_ordered(name, looser, slicing))
+        except LimitTooSmall as error:
+            refused = error
+            continue
+        if limit is None:
+            most = max(simulate(orders[0], costs).peak_memory)
+            limit = (most,) * request.pipeline_size
+    if limit is None or not orders:
+        raise refused or UsageError(f"{name} with slices: no order fits")
+    found = fitted(orders, costs, limit)
+    if not found:
+        needed = min((least_if_dropped(order, costs) for order in orders), key=max)
+        request.check_feasible(name, limit, needed)
+        raise refused or UsageError(f"{name} with slices: no order fits")
+    best = min(found, key=request.seconds)
+    return fuse_for_free(best.schedule, costs)
 
 
 _Ranks: TypeAlias = Sequence[Sequence[Pass]]

@@ -48,6 +48,12 @@ On an H200, a step of layers of hidden size 4096 took 1.1 times as long in slice
 whole, 1.4 times in slices of 2048, and 2.3 times in slices of 1024: kernels were over before the
 host had launched the next ones.
 """
+KEPT = 2 / 17
+"""Share of a layer's activations that keys and values take, with as many heads as queries.
+
+A layer keeps 34 bytes for each number of its input in 16 bits (Korthikanti et al., arXiv
+2205.05198) if its attention keeps no scores; keys and values are 4 of them.
+"""
 GAIN = 0.02
 """The least share of a step that twice as many slices must save."""
 AUTO = "auto"
@@ -123,6 +129,8 @@ class Slicing(Written):
         joins_weight: one W for a microbatch, on all slices put together. If left out, a search
             takes what is faster.
         weight_loss: the share by which the W of all slices take longer than one on all of them.
+        kept: share of what F holds that keys and values take: it stays where a slice is dropped, or
+            moved to the host, since later slices attend to them.
     """
 
     lengths: tuple[float, ...]
@@ -130,6 +138,7 @@ class Slicing(Written):
     attention_backward: float | None = None
     joins_weight: bool | None = None
     weight_loss: float = 0.0
+    kept: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -146,6 +155,7 @@ class Slicing(Written):
                 f"lengths of slices are {list(self.lengths)}: give positive numbers of tokens"
             )
         shares = {"attention": self.attention, "attention_backward": self.attention_backward or 0.0}
+        shares["kept"] = self.kept
         for name, share in shares.items():
             if not 0 <= share <= 1:
                 raise UsageError(f"slices: {name} is {share}: give a share from 0 to 1")
@@ -321,7 +331,8 @@ def least_tokens(hidden: int | None) -> int:
 
 # --- what a schedule with slices carries
 
-_HELD = "held_by_slices"  # table of memory: what B of all slices has left for their one W
+# tables of memory: what B of all slices has left for their one W, and keys and values
+_HELD, _STAYS = "held_by_slices", "kept_by_slices"
 
 
 @dataclass(frozen=True)
@@ -337,6 +348,9 @@ class SlicedRules(TrainingRules):
     def by_kind(self) -> dict[PassKind, Kind]:
         """Entries of the table; a joined W frees what all slices have left for it."""
         kinds = {it.kind: it for it in (*TRAINING_KINDS, *self.more)}
+        for moved, sign in ((PassKind.D, 1), (PassKind.H, -1)):
+            kind = kinds[moved]
+            kinds[moved] = replace(kind, memory=(*kind.memory, (_STAYS, sign)))
         if self.slicing.joins_weight:
             freed = ((_HELD, -1),)
             kinds[_W] = replace(kinds[_W], memory=freed)
@@ -407,6 +421,8 @@ class SlicedCosts(Costs):
             UsageError: the placement has another pipeline size.
         """
         table = super().for_placement(placement)
+        if self.slicing.kept and table.has_states:
+            table = self._with_kept(table)
         if not self.slicing.joins_weight:
             return table
         n, rows = self.slicing.slices, table.microbatches
@@ -418,6 +434,21 @@ class SlicedCosts(Costs):
                 made[key] = _joined(group)
         joined = (row for group in groups for row in made[tuple(map(id, group))])
         return replace(table, microbatches=tuple(joined))
+
+    def _with_kept(self, table: StageCosts) -> StageCosts:
+        """Return the costs with what stays of slices that are dropped or moved."""
+        made: dict[int, StageCosts] = {}
+        for row in table.microbatches:
+            if id(row) not in made:
+                stays = tuple(self.slicing.kept * held for held in row.activation)
+                inputs = row.kept_input or (0.0,) * len(stays)
+                whole = zip(inputs, stays, row.activation, strict=True)
+                made[id(row)] = replace(
+                    row,
+                    kept_input=tuple(min(i + s, a) for i, s, a in whole),
+                    memory_of_others=(*row.memory_of_others, (_STAYS, stays)),
+                )
+        return replace(table, microbatches=tuple(made[id(row)] for row in table.microbatches))
 
 
 def _joined(group: Sequence[StageCosts]) -> tuple[StageCosts, ...]:

@@ -220,6 +220,60 @@ def one_by_one(_name: str, *, slices: Slicing, **_others: Any) -> Schedule:
     return replace(cut, placement=one_stage, ranks=(tuple(order),)).validate()
 
 
+def with_states(name: str, **request: Any) -> Schedule:
+    """A schedule in which a third of the slices are dropped, and a third are moved to the host."""
+    order = schedules.build(name, **request)
+    last = order.placement.num_stages - 1
+    backward = (PassKind.B, PassKind.BW)
+
+    def passes(rank: tuple[Pass, ...]) -> Iterator[Pass]:
+        for p in rank:
+            third = (p.stage + p.microbatch) % 3 if p.stage < last else 0
+            if p.kind in backward and third:
+                yield p._replace(kind=PassKind.R if third == 1 else PassKind.H)
+            yield p
+            if p.kind is PassKind.F and third == 2:
+                yield p._replace(kind=PassKind.D)
+
+    return replace(order, ranks=tuple(tuple(passes(rank)) for rank in order.ranks)).validate()
+
+
+def stated(case: GPTCase, name: str) -> Outcome:
+    create = partial(PipelineAdapter.create, build=with_states)
+    with patch.object(PipelineAdapter, "create", create):
+        return outcomes(case, name)
+
+
+STATED = {
+    "plain": GPTCase(layers=4, rotary=True),
+    "grouped queries": GPTCase(
+        layers=4, dtype="bfloat16", tied=True, options=(("num_query_groups", 2),)
+    ),
+    "latent attention": GPTCase(layers=4, options=_LATENT),
+    "packed documents": GPTCase(layers=4, documents="ends", rotary=True),
+    "experts": GPTCase(layers=4, options=(*_MOE.items(), ("moe_z_loss_coeff", 0.01))),
+    "sequence parallelism": GPTCase(layers=4, tensor_parallel=2, sequence_parallel=True),
+    "overlapped reduction": GPTCase(layers=4, data_parallel=2, overlap_grad_reduce=True),
+    "context parallelism": GPTCase(layers=4, context_parallel=2, rotary=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "name"), every_value([*STATED], ["v-half", "zb-h1", "1f1b"]))
+def test_dropped_and_moved_slices_are_as_those_that_are_kept(
+    ranks: RankPools, what: str, name: str
+) -> None:
+    """To the last bit."""
+    case = replace(STATED[what], slices="4")
+    size = 2 * case.tensor_parallel * case.context_parallel * case.data_parallel
+    kept, found = (ranks(size).run(way, case=case, name=name) for way in (outcomes, stated))
+    for ours, expected in zip(found, kept, strict=True):
+        assert ours.losses == expected.losses
+        assert ours.gradients.keys() == expected.gradients.keys()
+        for key, tensor in ours.gradients.items():
+            assert torch.equal(tensor, expected.gradients[key]), key
+
+
 def on_one_rank(case: GPTCase) -> Outcome:
     create = partial(PipelineAdapter.create, build=one_by_one)
     with patch.object(PipelineAdapter, "create", create):

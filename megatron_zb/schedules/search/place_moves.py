@@ -96,7 +96,8 @@ class _Line:
         self._ends = [end for _, _, end in rest]
         self._limit = limit * _ROUNDING
         self._change = {p: schedule.memory_change(p, costs) for p in self._passes}
-        self._size = {_unit(p): costs.of(p.microbatch).activation[p.stage] for p in self._passes}
+        freed = (Pass(PassKind.D, *_unit(p)) for p in self._passes if p.kind is PassKind.F)
+        self._size = {_unit(p): -schedule.memory_change(p, costs) for p in freed}
         self._forward_end = {_unit(p): end for p, _, end in rest if p.kind is PassKind.F}
         self._backwards = [
             (_unit(p), i, start)
@@ -154,7 +155,8 @@ class _Line:
 
     def _after(self, p: Pass, moved: set[tuple[int, int]]) -> float:
         """Return what a pass leaves on the device, if the copies of moved units have ended."""
-        return 0.0 if p.kind is PassKind.F and _unit(p) in moved else self._change[p]
+        is_moved = p.kind is PassKind.F and _unit(p) in moved
+        return self._change[p] - self._size[_unit(p)] * is_moved
 
     def _most(self, moved: set[tuple[int, int]], start: int, stop: int) -> float:
         """Return the most memory that the passes from one place to another add to what is held."""

@@ -1,0 +1,113 @@
+"""What schedules of slices drop and make again, or move to the host, to keep a memory limit.
+
+Orders come from builders that keep every activation, with as much memory as the limit or more. Each
+R stands right before its B: it needs nothing of other ranks, and fills the wait for the gradient.
+Keys and values of a dropped slice stay, since later slices attend to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.request import keeps
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search.place_moves import place_moves
+from megatron_zb.schedules.search.place_w import split_all
+from megatron_zb.schedules.simulator import Priced, Timeline, simulate
+
+_BACKWARD = (PassKind.B, PassKind.BW)
+_ROUNDING = 1 + 1e-9
+
+
+def fitted(orders: Iterable[Schedule], costs: Priced, limit: Sequence[float]) -> list[Timeline]:
+    """Return what fits of orders, as they are, with R, or with moves to the host.
+
+    Args:
+        orders: schedules of slices that keep every activation, whatever they hold.
+        costs: those with :meth:`~costs.Costs.with_recomputation` or with ``with_offload``.
+        limit: memory of each rank, in units of activation.
+    """
+    found = []
+    for order in orders:
+        timeline = simulate(order, costs)
+        if keeps(timeline.peak_memory, limit):
+            found.append(timeline)
+            continue
+        tried = [with_recomputation(order, costs, limit)] if timeline.costs.recompute else []
+        tried += [place_moves(split_all(order), costs, limit)] if timeline.costs.copy else []
+        found += [simulate(each, costs) for each in tried if each is not None]
+    return [it for it in found if keeps(it.peak_memory, limit)]
+
+
+def least_if_dropped(order: Schedule, costs: Priced) -> list[float]:
+    """Return the memory that each rank needs if it drops every slice that it can."""
+    timeline = simulate(order, costs)
+    return [max(_Rank(timeline, rank).held, default=0.0) for rank in range(len(order.ranks))]
+
+
+def with_recomputation(
+    schedule: Schedule, costs: Priced, limit: Sequence[float]
+) -> Schedule | None:
+    """Return an order with the R that keep the limit, None where dropping all does not keep it."""
+    timeline, ranks = simulate(schedule, costs), []
+    for rank, most in enumerate(limit):
+        line = _Rank(timeline, rank)
+        if max(line.held, default=0.0) > most * _ROUNDING:
+            return None
+        line.keep(most * _ROUNDING)
+        ranks.append(tuple(line.passes()))
+    return replace(schedule, ranks=tuple(ranks))
+
+
+class _Rank:
+    """The passes of a rank, with an R for every slice that may be dropped, and what is held."""
+
+    def __init__(self, timeline: Timeline, rank: int) -> None:
+        schedule, self._costs = timeline.schedule, timeline.costs
+        last = schedule.placement.num_stages - 1
+        times = zip(schedule.ranks[rank], timeline.start[rank], timeline.end[rank], strict=True)
+        self._line: list[Pass] = []
+        self._forward: dict[tuple[int, int], tuple[int, float]] = {}
+        self._lives: list[tuple[float, tuple[int, int]]] = []
+        self._again: dict[tuple[int, int], int] = {}
+        for p, start, end in times:
+            unit = p.stage, p.microbatch
+            if p.kind is PassKind.F:
+                self._forward[unit] = len(self._line), end
+            elif p.kind in _BACKWARD and p.stage != last:
+                self._lives.append((start - self._forward[unit][1], unit))
+                self._again[unit] = len(self._line)
+                self._line.append(p._replace(kind=PassKind.R))
+            self._line.append(p)
+        self.held = self._held_at_most(schedule)
+        """The most that is held during each pass."""
+
+    def _held_at_most(self, schedule: Schedule) -> npt.NDArray[np.float64]:
+        held, most = 0.0, []
+        for p in self._line:
+            dropped = (p.stage, p.microbatch) in self._again
+            change = schedule.rules.memory_change(p, self._costs, recomputed=dropped)
+            most.append(held + max(change, 0.0))
+            held += change
+        return np.array(most)
+
+    def keep(self, limit: float) -> None:
+        """Drop no slice that there is room for, those of the shortest lives first."""
+        for _, unit in sorted(self._lives):
+            row = self._costs.of(unit[1])
+            more = row.activation[unit[0]] - row.kept_input[unit[0]]
+            between = self.held[self._forward[unit][0] : self._again[unit]]
+            if float(between.max(initial=0.0)) + more <= limit:
+                between += more
+                del self._again[unit]
+
+    def passes(self) -> Iterator[Pass]:
+        """Yield the passes, with the R of what is dropped."""
+        for p in self._line:
+            if p.kind is not PassKind.R or (p.stage, p.microbatch) in self._again:
+                yield p
