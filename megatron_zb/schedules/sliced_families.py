@@ -145,8 +145,10 @@ def _ordered(name: str, request: Request, slicing: Slicing) -> Schedule:
     return schedule
 
 
-_MORE = (1.0, 1.5, 2.0, 4.0)
+_MORE = (1.0, 1.5, 3.0)
 """Memory of the orders that are made to fit, in those of the limit."""
+_NEAR = 1.005
+"""A step, in its lower bound, that nothing dropped or moved makes much shorter."""
 
 
 def _with_states(name: str, request: Request, slicing: Slicing) -> Schedule:
@@ -159,8 +161,7 @@ def _with_states(name: str, request: Request, slicing: Slicing) -> Schedule:
     """
     costs, orders = request.costs, list[Schedule]()
     refused: LimitTooSmall | None = None
-    users = request.limit.per_rank(costs)
-    limit = users
+    limit = request.limit.per_rank(costs)
     for more in _MORE:
         looser = request
         if limit is not None:
@@ -176,6 +177,8 @@ def _with_states(name: str, request: Request, slicing: Slicing) -> Schedule:
         if limit is None:
             most = max(simulate(orders[0], costs).peak_memory)
             limit = (most,) * request.pipeline_size
+        if more == 1.0 and _is_near_bound(orders[0], request, slicing):
+            break
     if limit is None or not orders:
         raise refused or UsageError(f"{name} with slices: no order fits")
     found = fitted(orders, costs, limit)
@@ -185,6 +188,14 @@ def _with_states(name: str, request: Request, slicing: Slicing) -> Schedule:
         raise refused or UsageError(f"{name} with slices: no order fits")
     best = min(found, key=request.seconds)
     return fuse_for_free(best.schedule, costs)
+
+
+def _is_near_bound(order: Schedule, request: Request, slicing: Slicing) -> bool:
+    timeline, free = simulate(order, request.costs), (math.inf,) * request.pipeline_size
+    joined, in_a_row = bool(slicing.joins_weight), request.back_to_back
+    sizes = (order.placement, timeline.costs, free, slicing.slices)
+    bound = sliced_bound(*sizes, joined=joined, back_to_back=in_a_row)
+    return request.seconds(timeline) <= _NEAR * bound
 
 
 _Ranks: TypeAlias = Sequence[Sequence[Pass]]

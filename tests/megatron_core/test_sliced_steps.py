@@ -13,7 +13,7 @@ import gpt_cases
 import pytest
 import torch
 from feature_matrix import _LATENT, _MOE
-from gpt_cases import GPTCase, Outcome, run
+from gpt_cases import GPTCase, Outcome, built, forward_backward, microbatches, run
 from megatron.core import parallel_state
 from ranks import RankPools
 from sizes import every_value
@@ -23,6 +23,8 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter, ScheduleSettings
 from megatron_zb.megatron_core.sliced_documents import starts_of
 from megatron_zb.megatron_core.slices import SlicedReading
+from megatron_zb.megatron_core.stages import OffloadPart
+from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -272,6 +274,52 @@ def test_dropped_and_moved_slices_are_as_those_that_are_kept(
         assert ours.gradients.keys() == expected.gradients.keys()
         for key, tensor in ours.gradients.items():
             assert torch.equal(tensor, expected.gradients[key]), key
+
+
+def bytes_held(case: GPTCase, states: str) -> tuple[int, int]:
+    """Peaks of a step on this rank, of its device and of its host, in bytes."""
+    create = partial(PipelineAdapter.create, build=partial(all_in_state, states))
+    patched = patch.object(PipelineAdapter, "create", create)
+    with patched, built(case, "1f1b", MICROBATCHES) as (adapter, chunks):
+        assert adapter is not None
+        memory = ActivationMemory(p for chunk in chunks for p in chunk.parameters())
+        adapter.track(memory)
+        data = [microbatches(case, MICROBATCHES) for _ in chunks]
+        with memory.watching():
+            forward_backward(adapter.forward_backward_func, chunks, data, MICROBATCHES)
+        return memory.peak_bytes, adapter.part(OffloadPart).peak_host_bytes
+
+
+def all_in_state(states: str, name: str, **request: Any) -> Schedule:
+    """A schedule in which every slice of the first stage is dropped, moved, or kept."""
+    order = schedules.build(name, **request)
+    first, *others = order.ranks
+    made: list[Pass] = []
+    for p in first:
+        if p.kind is PassKind.BW and states:
+            made.append(p._replace(kind=PassKind(states[-1])))
+        made.append(p)
+        if p.kind is PassKind.F and states == "DH":
+            made.append(p._replace(kind=PassKind.D))
+    return replace(order, ranks=(tuple(made), *others)).validate()
+
+
+def test_what_is_dropped_or_moved_frees_the_device(ranks: RankPools) -> None:
+    """All but inputs, keys and values, and the slice whose B comes next.
+
+    The last stage keeps all.
+    """
+    case = GPTCase(layers=4, slices="4", rotary=True)
+    kept, dropped, moved = (
+        ranks(2).run(bytes_held, case=case, states=states) for states in ("", "R", "DH")
+    )
+    (whole, nothing), _ = kept
+    assert nothing == 0
+    assert dropped[0][0] < 0.3 * whole
+    assert dropped[0][1] == 0
+    assert moved[0][0] < 0.2 * whole
+    assert whole - moved[0][0] < moved[0][1] < 1.1 * whole
+    assert kept[1] == dropped[1] == moved[1]
 
 
 def on_one_rank(case: GPTCase) -> Outcome:

@@ -1,0 +1,130 @@
+"""Slices that are dropped, or moved to the host, to keep a memory limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules import Costs, Schedule
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.request import keeps
+from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.sliced_states import (
+    fitted,
+    least_if_dropped,
+    with_recomputation,
+)
+from megatron_zb.schedules.slices import SlicedRules, Slicing, costs_of
+
+P, M, N = 4, 6, 4
+KEPT = Costs.uniform(pipeline_size=P, forward=1.0, backward=1.0, weight=1.0)
+DROPPED = KEPT.with_recomputation(kept_input=0.01)
+MOVED = KEPT.with_offload(seconds=0.3)
+WHOLE = KEPT.one_f_one_b_peak()
+SLICES = Slicing.equal(N, attention=0.3, attention_backward=0.4, kept=0.03)
+
+
+def built(name: str, costs: Costs, limit: float | None, slices: Slicing = SLICES) -> Schedule:
+    return schedules.build(
+        name, pipeline_size=P, num_microbatches=M, costs=costs, slices=slices, memory_limit=limit
+    ).validate()
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-zb", "v-min"])
+@pytest.mark.parametrize("costs", [DROPPED, MOVED], ids=["dropped", "moved"])
+def test_a_limit_is_kept_in_no_more_time(name: str, costs: Costs) -> None:
+    """Than by keeping all, where that fits; below, by dropping or moving."""
+    seen = set()
+    for limit in (0.22, 0.3, 0.5, None):
+        try:
+            schedule = built(name, costs, limit)
+        except UsageError as error:
+            assert "cannot keep the memory limit" in str(error)
+            assert limit == 0.22
+            continue
+        timeline = simulate(schedule, costs_of(schedule, costs))
+        if limit is not None:
+            assert max(timeline.peak_memory) <= limit * WHOLE * (1 + 1e-9)
+        try:
+            all_kept = built(name, KEPT, limit)
+        except UsageError:
+            assert schedule.dropped or schedule.moved
+        else:
+            assert timeline.makespan <= simulate(all_kept, costs_of(all_kept, KEPT)).makespan + 1e-9
+        seen.add(bool(schedule.dropped or schedule.moved))
+    assert seen == {True, False} or name != "v-half"
+
+
+def tiny() -> tuple[Schedule, Costs]:
+    """An order of three stages, one microbatch in three slices and another, all kept."""
+    costs = Costs.uniform(pipeline_size=3, forward=1.0, backward=1.0, weight=1.0)
+    costs = costs.with_recomputation(kept_input=0.05)
+    slicing = Slicing((3.0, 2.0, 1.0), kept=0.02)
+    order = schedules.build(
+        "1f1b", pipeline_size=3, num_microbatches=2, costs=costs, slices=slicing
+    )
+    return order, costs_of(order, costs)
+
+
+def held(order: Schedule, costs: Costs) -> list[float]:
+    return list(simulate(order, costs).peak_memory)
+
+
+def test_nothing_is_dropped_where_there_is_room() -> None:
+    order, costs = tiny()
+    assert with_recomputation(order, costs, held(order, costs)) == order
+    (same,) = fitted([order], costs, held(order, costs))
+    assert same.schedule == order
+
+
+def test_all_that_can_be_is_dropped_at_the_least_limit() -> None:
+    """Each R right before its B; below, nothing fits. The last stage drops nothing."""
+    order, costs = tiny()
+    least = least_if_dropped(order, costs)
+    found = with_recomputation(order, costs, least)
+    assert found is not None
+    found.validate()
+    assert keeps(held(found, costs), least)
+    assert {stage for stage, _ in found.dropped} == {0, 1}
+    for rank in found.ranks:
+        for before, behind in pairwise(rank):
+            if before.kind is PassKind.R:
+                assert behind.kind is PassKind.BW
+                assert (behind.stage, behind.microbatch) == (before.stage, before.microbatch)
+    for short in range(3):
+        less = [most - 0.01 * (rank == short) for rank, most in enumerate(least)]
+        assert with_recomputation(order, costs, less) is None
+
+
+def test_no_slice_could_be_kept_beside_the_others() -> None:
+    """At any limit: keeping one more of those that are dropped exceeds it."""
+    order, costs = tiny()
+    least, most = least_if_dropped(order, costs), held(order, costs)
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+        limit = [a + share * max(0.0, b - a) for a, b in zip(least, most, strict=True)]
+        found = with_recomputation(order, costs, limit)
+        assert found is not None
+        assert keeps(held(found.validate(), costs), limit)
+        for unit in found.dropped:
+            again = Pass(PassKind.R, *unit)
+            ranks = tuple(tuple(p for p in rank if p != again) for rank in found.ranks)
+            assert not keeps(held(replace(found, ranks=ranks), costs), limit), unit
+
+
+def test_keys_and_values_of_dropped_and_moved_slices_stay() -> None:
+    """A limit that is kept with none of them is not kept with them."""
+    order = built("1f1b", KEPT, None)
+    of_rules = [replace(order, rules=SlicedRules(replace(SLICES, kept=k))) for k in (0.0, 0.2)]
+    for costs in (DROPPED, MOVED):
+        without, beside = ((each, costs_of(each, costs)) for each in of_rules)
+        *others, last = held(*without)  # the last rank keeps all
+        limit = [*(0.6 * most for most in others), last]
+        (found,) = fitted([without[0]], without[1], limit)
+        again = replace(found.schedule, rules=beside[0].rules)
+        assert not keeps(held(again, beside[1]), limit)
+        (fitting,) = fitted([beside[0]], beside[1], limit)
+        assert keeps(fitting.peak_memory, limit)
