@@ -37,7 +37,7 @@ from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.slices import costs_of, in_turns, in_units, slicing_of
+from megatron_zb.schedules.slices import SlicedRules, costs_of, slicing_of, with_numbers, with_units
 
 # --- the folder
 
@@ -77,7 +77,7 @@ def pack(schedule: Schedule) -> dict[str, str]:
     slicing, reason = slicing_of(schedule), schedule.reason
     if slicing is None:
         return {"reason": reason, "table": interchange.to_csv(schedule)}
-    table = interchange.to_csv(in_turns(schedule))
+    table = interchange.to_csv(with_numbers(schedule))
     return {"reason": reason, "table": table, _JOINED: str(bool(slicing.joins_weight))}
 
 
@@ -93,10 +93,12 @@ def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
     """
     if not isinstance(texts, dict) or not all(isinstance(texts.get(f), str) for f in _FIELDS):
         raise UsageError("it holds no schedule")
-    found = interchange.from_csv(texts["table"], name=catalog.family(name).name)
-    if (slicing := request.get("slices")) is not None:
-        joins = texts.get(_JOINED) == str(True)
-        found = in_units(found, replace(slicing, joins_weight=joins)).validate()
+    rules, slicing = None, request.get("slices")
+    if slicing is not None:
+        rules = SlicedRules(replace(slicing, joins_weight=texts.get(_JOINED) == str(True)))
+    found = interchange.from_csv(texts["table"], name=catalog.family(name).name, rules=rules)
+    if slicing is not None:
+        found = with_units(found, slicing)
     p, m = request["pipeline_size"], request["num_microbatches"]
     sizes = (found.placement.pipeline_size, found.rules.whole_microbatches(found))
     if sizes != (p, m):

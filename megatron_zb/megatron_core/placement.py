@@ -197,11 +197,13 @@ class StartReport:
     def _ranks(self) -> Iterator[str]:
         placement, physical = self.schedule.placement, self.layout.physical
         p, timeline = placement.pipeline_size, simulate(self.schedule, self.costs)
+        whole = self.schedule.rules.whole_microbatches(self.schedule)
         for pp_rank in range(p):
             held = " + ".join(
                 self._stage(physical.stage(pp_rank, chunk)) for chunk in range(placement.chunks)
             )
-            peak = timeline.peak_activation[physical.logical(pp_rank)]
+            units = timeline.peak_activation[physical.logical(pp_rank)]
+            peak = units * whole / self.schedule.num_microbatches
             yield (
                 f"pipeline rank {pp_rank}: {held}; activations of at most {peak:g} microbatches "
                 f"({peak / p:.2f} of 1F1B's first rank)"

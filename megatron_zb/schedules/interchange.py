@@ -31,6 +31,7 @@ from megatron_zb.schedules.rules import (
     TRAINING,
     EmbeddingRules,
     PredictionRules,
+    Rules,
     TrainingRules,
     VocabularyRules,
 )
@@ -122,11 +123,13 @@ def write_text(path: Path, text: str) -> None:
         raise UsageError(f"cannot write '{path}': {error.strerror}") from error
 
 
-def from_csv(source: str | Path, *, name: str | None = None) -> Schedule:
+def from_csv(
+    source: str | Path, *, name: str | None = None, rules: Rules | None = None
+) -> Schedule:
     """Read a compute-only table, from a text (str) or a file (Path), and validate it.
 
     The rank of a stage is the row that runs it; every row must run equally many stages. The name
-    is that of the file when left out.
+    is that of the file when left out, the rules are those of its passes.
 
     Raises:
         UsageError: the file cannot be read, or the table breaks a rule (InvalidSchedule); the
@@ -141,7 +144,7 @@ def from_csv(source: str | Path, *, name: str | None = None) -> Schedule:
     num_microbatches = 1 + max(cell.work.microbatch for row in rows for cell in row)
     ranks = tuple(tuple(cell.work for cell in row) for row in rows)
     pairs = frozenset(cell.work for row in rows for cell in row if cell.joined)
-    rules = rules_of(ranks)
+    rules = rules_of(ranks) if rules is None else rules
     schedule = Schedule(name, placement, num_microbatches, ranks, rules=rules, pairs=pairs)
     try:
         return schedule.validate()

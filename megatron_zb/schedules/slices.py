@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -489,24 +489,22 @@ def in_units(schedule: Schedule, slicing: Slicing) -> Schedule:
     return replace(schedule, ranks=ranks, rules=SlicedRules(slicing))
 
 
-def in_turns(schedule: Schedule) -> Schedule:
-    """Return a schedule of slices whose passes count turns, as if slices were microbatches.
+def with_numbers(schedule: Schedule) -> Schedule:
+    """Return a schedule of slices whose units are plain numbers, as a table has them."""
+    return _with_units(schedule, int)
 
-    :func:`in_units` is the inverse.
-    """
-    slicing = slicing_of(schedule)
-    assert slicing is not None, "of whole microbatches"
-    turns, last = Turns(slicing.slices, schedule.num_microbatches), slicing.slices - 1
 
-    def passes(rank: Sequence[Pass]) -> Iterator[Pass]:
-        for kind, stage, unit in rank:
-            k = int(unit) if kind is _F else turns.index(unit)
-            if slicing.joins_weight and kind in (_W, _BW):
-                yield from (Pass(_W, stage, turn) for turn in range(k - last, k))
-            yield Pass(kind, stage, k)
+def with_units(schedule: Schedule, slicing: Slicing) -> Schedule:
+    """Return a schedule of slices whose plain numbers are units; inverse of the other one."""
+    units = [Unit(u, slicing.slices) for u in range(schedule.num_microbatches)]
+    return _with_units(schedule, units.__getitem__)
 
-    ranks = tuple(tuple(passes(rank)) for rank in schedule.ranks)
-    return replace(schedule, ranks=ranks, rules=TrainingRules())
+
+def _with_units(schedule: Schedule, unit: Callable[[int], int]) -> Schedule:
+    ranks = tuple(
+        tuple(p._replace(microbatch=unit(p.microbatch)) for p in rank) for rank in schedule.ranks
+    )
+    return replace(schedule, ranks=ranks)
 
 
 # --- orders in turns

@@ -20,8 +20,9 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.job.agreement import store_of_job
 from megatron_zb.job.shared_build import SharedBuild, kept
-from megatron_zb.schedules import interchange
+from megatron_zb.schedules import Costs, interchange
 from megatron_zb.schedules.placement import v_shape
+from megatron_zb.schedules.slices import Slicing
 
 SIZES: dict[str, Any] = {"pipeline_size": 2, "num_microbatches": 4}
 RANK = Path(__file__).resolve().parents[1] / "support" / "shared_build_rank.py"
@@ -75,6 +76,24 @@ def test_rank_0_builds_and_all_have_its_schedule(name: str) -> None:
     assert found[0].name == name
     assert found[1] == found[2] == found[0]
     assert found[1].reason == found[0].reason
+
+
+@pytest.mark.parametrize("state", ["kept", "dropped", "moved"])
+def test_slices_are_shared_with_what_is_dropped_and_moved(state: str) -> None:
+    """On their units: passes count slices, and B takes them in reverse."""
+    costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
+    if state == "dropped":
+        costs = costs.with_recomputation(kept_input=0.01)
+    if state == "moved":
+        costs = costs.with_offload(seconds=0.3)
+    limit = None if state == "kept" else 0.55
+    slices = Slicing.equal(8, attention=0.3)
+    request = {"name": "v-half", "costs": costs, "slices": slices, "memory_limit": limit}
+    found = on_ranks([Counting(), Counting()], [request] * 2)
+    assert found[1] == found[0]
+    assert bool(found[1].dropped) is (state == "dropped")
+    assert bool(found[1].moved) is (state == "moved")
+    assert {str(p.microbatch) for p in found[1].ranks[0]} >= {"0.0", "0.7", "3.7"}
 
 
 def test_a_failure_of_rank_0_is_one_sentence_on_every_rank() -> None:

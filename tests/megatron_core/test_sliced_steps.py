@@ -319,7 +319,8 @@ def test_what_is_dropped_or_moved_frees_the_device(ranks: RankPools) -> None:
     assert dropped[0][1] == 0
     assert moved[0][0] < 0.2 * whole
     assert whole - moved[0][0] < moved[0][1] < 1.1 * whole
-    assert kept[1] == dropped[1] == moved[1]
+    for states in (dropped, moved):  # masks of attention are cached from one step to the next
+        assert states[1] == (pytest.approx(kept[1][0], rel=0.02), 0)
 
 
 def on_one_rank(case: GPTCase) -> Outcome:

@@ -168,10 +168,19 @@ def test_mock_data_needs_no_file(tmp_path: Path) -> None:
     assert list(own.by_iteration("lm_loss")) == [1, 2, 3]
     for key in ("lm_loss", "eval_loss"):
         assert ours.by_iteration(key) == own.by_iteration(key)
-    sliced = trained(tmp_path, {**flags, "--pipeline-schedule": "v-half", "--pipeline-slices": 2})
-    assert "microbatches of 2 slices, expected bubble" in sliced.printed
+    cut = {**flags, "--pipeline-schedule": "v-half", "--pipeline-slices": 4}
+    cut["--measure-activation-memory"] = True
+    sliced = trained(tmp_path, cut)
+    assert "microbatches of 4 slices, expected bubble" in sliced.printed
+    assert "1.25 microbatches (0.62 of 1F1B's first rank)" in sliced.printed
     for key in ("lm_loss", "eval_loss"):
         assert sliced.by_iteration(key) == pytest.approx(own.by_iteration(key), rel=1e-6, abs=0)
+    state = {"--pipeline-recompute": "auto", "--pipeline-memory-limit": 0.55}
+    dropped = trained(tmp_path, {**cut, **state})
+    assert re.search(r"[1-9]\d* of \d+ forwards keep their input alone", dropped.printed)
+    assert max(dropped.peaks) < max(sliced.peaks)
+    for key in ("lm_loss", "eval_loss"):
+        assert dropped.by_iteration(key) == sliced.by_iteration(key)
 
 
 @pytest.mark.slow
