@@ -114,6 +114,7 @@ def _train(job: Job, left: Library, store: dist.Store) -> None:
     )
     run.steps(0, args.train_iters)
     run.report.finish()
+    run.draw()
     for student_block, score in _scores(args, run):
         _store(args, run.stage_blocks.place, student_block, score)
     run.close()

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_zb.errors import UsageError
+from megatron_zb.files import check_writable
 from megatron_zb.job import settings
 from megatron_zb.parsing import Parser, flag_of, size_in_bytes
 from megatron_zb_train import arguments, flags
@@ -150,6 +152,12 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps that the first rank may be ahead of the slowest; default: %(default)s",
     )
+    group.add_argument(
+        "--relay-memory-limit",
+        metavar="SIZE",
+        help="of the activations that a rank has sent and the next one has not taken yet, such as "
+        "8GiB: a rank that is further ahead waits; default: none but --run-ahead",
+    )
     settings.add_arguments(group, settings.DISTILLATION, "pipeline_timeout")
 
 
@@ -194,6 +202,11 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 def _add_log(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("log")
     flags.add_records(group, interval=10)
+    group.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="at the end, draw which rank ran which pass when in the last 3 steps, as .png or .svg",
+    )
 
 
 _POSITIVE = (
@@ -232,6 +245,16 @@ def check(args: argparse.Namespace) -> None:
             "--redistribute chooses the distribution at checkpoints: give --save and "
             "--save-interval, and leave --distribution out"
         )
+    if args.relay_memory_limit is not None:
+        size_in_bytes(args.relay_memory_limit, "--relay-memory-limit")
+    if args.picture is not None:
+        if Path(args.picture).suffix.lower() not in (".png", ".svg"):
+            raise UsageError(f"--picture {args.picture}: give a name that ends in .png or .svg")
+        if find_spec("matplotlib") is None:
+            raise UsageError(
+                "--picture needs matplotlib: install it with pip install 'megatron-zb[plots]'"
+            )
+        check_writable(Path(args.picture))
     if args.run_ahead < 1:
         raise UsageError(f"--run-ahead is {args.run_ahead}: it must be 1 or greater")
     if not Path(args.teacher_load).is_dir():

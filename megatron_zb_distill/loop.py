@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb.errors import UsageError
+from megatron_zb.parsing import size_in_bytes
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.observer import Observer, Observers
 from megatron_zb.runtime.progress import RankProgress
@@ -21,6 +22,7 @@ from megatron_zb_distill import block_times, checkpoint
 from megatron_zb_distill.evaluation import compare
 from megatron_zb_distill.flags import BEST
 from megatron_zb_distill.lanes import Lanes
+from megatron_zb_distill.last_steps import LastSteps
 from megatron_zb_distill.place import Place, check_distribution, parse_distribution
 from megatron_zb_distill.relay_steps import Exchange, relay_steps
 from megatron_zb_distill.replanning import Replanner
@@ -72,6 +74,7 @@ def distil(job: Job, store: dist.Store) -> None:
                 own = dist.PrefixStore(f"from step {step}", store)
                 run = open_job(_continued(job), distribution, own, replanner)
     run.report.finish()
+    run.draw()
     _finish(args, run, step)
     run.close()
 
@@ -146,6 +149,25 @@ def microbatches_of(args: argparse.Namespace) -> int:
     return number // lanes.expert
 
 
+def _most_waiting(args: argparse.Namespace, distribution: Distribution) -> int | None:
+    """Return the untaken sends of each channel that --relay-memory-limit has room for.
+
+    Raises:
+        UsageError: there is no room for one to each rank of the next stage.
+    """
+    if args.relay_memory_limit is None:
+        return None
+    channels = max((len(places) for _, places in distribution.ranges[1:]), default=1)
+    each = channels * empty_activation(args).nbytes
+    limit = size_in_bytes(args.relay_memory_limit, "--relay-memory-limit")
+    if limit < each:
+        raise UsageError(
+            f"--relay-memory-limit {args.relay_memory_limit}: an activation for each of the "
+            f"{channels} ranks of the next stage takes {each / 2**20:.3g} MiB: give that, or more"
+        )
+    return int(limit // each)
+
+
 def _divides(interval: int | None, step: int) -> bool:
     return interval is not None and step % interval == 0
 
@@ -188,7 +210,8 @@ class DistillRun:
         self._place = lanes.place_of(rank)
         in_lane = [lanes.rank_at(p, rank) for p in range(lanes.place_of(dist.get_world_size()))]
         self._channels = Channels(in_lane, distribution.placement, self._device)
-        self._steps = step_by_step(distribution, microbatches_of(args), args.run_ahead)
+        waiting = _most_waiting(args, distribution)
+        self._steps = step_by_step(distribution, microbatches_of(args), args.run_ahead, waiting)
         self._progress = RankProgress(on_gpu=not args.cpu, schedule=self._steps.schedule)
         self._watch(dist.PrefixStore("watchdog", store), in_lane)
         busy = BusyTime(on_gpu=not args.cpu)
@@ -202,7 +225,10 @@ class DistillRun:
             busy,
             file,
         )
+        self._picture = LastSteps(not args.cpu, microbatches_of(args), args.run_ahead)
         self._observers: list[Observer] = [self._progress, busy]
+        if args.picture:
+            self._observers.append(self._picture)
         self.since = first_step
         """The step after which the busy time of the steps counts."""
 
@@ -234,6 +260,7 @@ class DistillRun:
         if self._place >= self.distribution.num_ranks:
             return
         self.report.ends_with(_last_step(self._args, end))
+        self._picture.before(first, self._args.train_iters)
         with self._progress.step():
             done = relay_steps(
                 self._steps,
@@ -245,6 +272,14 @@ class DistillRun:
             )
             for step in done:
                 self.report.after(step + 1)
+                self._picture.before(step + 1, self._args.train_iters)
+
+    def draw(self) -> None:
+        """Write the picture of the last steps, if one is asked for; collective over all ranks."""
+        if self._args.picture:
+            path = Path(self._args.picture)
+            self._picture.draw(self.distribution, self._lanes, path)
+            self.report.say(f"the picture of the last steps is in {path}")
 
     def close(self) -> None:
         """Stop the watchdog."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch.distributed as dist
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.distributed import Store
 
 from megatron_zb.errors import UsageError
@@ -71,6 +73,34 @@ class Steps:
         return step % self.interval == 0 or step == end
 
 
+class StepBar:
+    """A bar of the steps that are done and the time that is left, below a terminal's lines."""
+
+    def __init__(self, done: int, last: int) -> None:
+        self._progress = Progress(
+            TextColumn("steps"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=last, completed=done)
+        self._progress.start()
+        self._progress.console.show_cursor(True)  # a rank that ends early would leave it hidden
+
+    def update(self, *, completed: int) -> None:
+        """Show so many steps as done."""
+        self._progress.update(self._task, completed=completed)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._progress.stop()
+
+
 @dataclass(frozen=True)
 class Board:
     """Where the parts of a line are left for rank 0, one for each tensor-parallel group."""
@@ -125,6 +155,8 @@ class DistillReport:
         self._expected: list[int] = []
         self.last: Losses = {}
         """Losses of the last line; on rank 0 alone."""
+        shows = board.rank == 0 and sys.stdout.isatty()
+        self._bar = StepBar(steps.done, steps.last) if shows else None
 
     def ends_with(self, step: int) -> None:
         """Set the last step of the run, which is reported in any case."""
@@ -132,6 +164,8 @@ class DistillReport:
 
     def after(self, step: int) -> None:
         """Record that this rank has updated its students in step `step`, from 1."""
+        if self._bar is not None:
+            self._bar.update(completed=step)
         if self._steps.is_told(step, self._end):
             self._leave(step)
             if self._board.rank == 0:
@@ -143,6 +177,9 @@ class DistillReport:
         while self._expected:
             self._pick_up()
             time.sleep(_POLL)
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a record as a line of JSON, if there is a file."""
@@ -152,7 +189,9 @@ class DistillReport:
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
-        if self._board.rank == 0:
+        if self._bar is not None:
+            self._bar.say(text)
+        elif self._board.rank == 0:
             print(text, flush=True)
 
     def _leave(self, step: int) -> None:

@@ -58,13 +58,13 @@ GAP_SHARE = 0.1
 DIGIT_WIDTH = 0.64 / 72
 
 
-def save_picture(timeline: Timeline, path: Path) -> None:
+def save_picture(timeline: Timeline, path: Path, unit: TimeUnit = COST_UNIT) -> None:
     """Write a picture of a schedule; the ending of the path, .png or .svg, is its format.
 
     Raises:
         UsageError: another ending, a folder that cannot be written, or matplotlib is missing.
     """
-    _save(lambda: draw(timeline), path)
+    _save(lambda: draw(timeline, unit), path)
 
 
 def save_pictures(timelines: Mapping[str, Timeline], path: Path) -> None:

@@ -36,6 +36,8 @@ class StepByStep:
 
     program: Program
     _relay: Relay
+    most_waiting: int | None = None
+    """Sends of a channel that are left untaken, if fewer than ``run_ahead`` allows."""
 
     @property
     def schedule(self) -> Schedule:
@@ -48,7 +50,8 @@ class StepByStep:
 
     @property
     def send_slots(self) -> int:
-        return self.program.send_slots
+        slots = self.program.send_slots
+        return slots if self.most_waiting is None else min(slots, self.most_waiting)
 
     @cached_property
     def _patterns(self) -> tuple[tuple[tuple[Instruction, ...], ...], ...]:
@@ -72,8 +75,16 @@ class StepByStep:
         ]
 
 
-def step_by_step(distribution: Distribution, microbatches: int, run_ahead: int = 1) -> StepByStep:
+def step_by_step(
+    distribution: Distribution,
+    microbatches: int,
+    run_ahead: int = 1,
+    most_waiting: int | None = None,
+) -> StepByStep:
     """Build :func:`~megatron_zb_distill.schedule.pipe_bd.pipe_bd` for any number of steps.
+
+    A limit of one send is enough for every rank to finish: the program is checked with sends that
+    wait until they are taken.
 
     Raises:
         UsageError: as ``pipe_bd``.
@@ -82,7 +93,7 @@ def step_by_step(distribution: Distribution, microbatches: int, run_ahead: int =
     # Steps up to run_ahead wait for no update; the next one does, and is awaited by a later one.
     schedule = pipe_bd(distribution, microbatches, 2 * max(run_ahead, 0) + 3, run_ahead)
     assert isinstance(schedule.rules, Relay)
-    return StepByStep(lower(schedule), schedule.rules)
+    return StepByStep(lower(schedule), schedule.rules, most_waiting)
 
 
 def _cut_into_steps(instructions: tuple[Instruction, ...]) -> list[tuple[Instruction, ...]]:

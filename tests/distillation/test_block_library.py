@@ -62,8 +62,8 @@ def learnt_in_library(
     """What this rank's candidates have come to, their scores on the first place, all weights."""
     from megatron_zb_distill.block_library import _scores, distribution_of, open_candidates
 
-    shapes, candidates = MODELS[model]
-    enter(shapes, teacher, flags)
+    sizes, candidates = MODELS[model]
+    enter(sizes, teacher, flags)
     job = job_of(corpus, teacher, candidates, *flags)
     run = open_candidates(job, job.library, distribution_of(job, job.library), _store())
     blocks = {(p.block, p.shape.name): p for p in run.stage_blocks.all_student_blocks()}
@@ -89,8 +89,8 @@ def scored_alone(
 
     from megatron_zb_train import data
 
-    shapes, candidates = MODELS[model]
-    enter(shapes, teacher)
+    sizes, candidates = MODELS[model]
+    enter(sizes, teacher)
     job = job_of(corpus, teacher, candidates, *HELD_OUT)
     held_out = data.build_datasets(job.args)[1]
     with mock.patch.object(data, "build_datasets", return_value=(held_out, None)):
@@ -133,10 +133,10 @@ def test_candidates_learn_in_a_library_what_they_learn_alone(
     """To the last bit, with candidates of one block on two ranks; scores are those of one model."""
     places = sum(int(part.partition(":")[2]) for part in distribution.split(","))
     each, kind = 2 if split else 1, Kind.HOSTILE
-    shapes, candidates = MODELS[model]
+    sizes, candidates = MODELS[model]
     case: dict[str, Any] = {"corpus": corpus, "teacher": str(teachers / model)}
-    ranks(1, kind).run(enter, model=shapes, folder=case["teacher"])
-    whole = {**case, "model": shapes, "candidates": candidates, "flags": [*HELD_OUT, *split]}
+    ranks(1, kind).run(enter, model=sizes, folder=case["teacher"])
+    whole = {**case, "model": sizes, "candidates": candidates, "flags": [*HELD_OUT, *split]}
     alone = ranks(each, kind).run(learnt_alone, **whole, shares=[places // 2] * LAYERS)
     seen: set[Key] = set()
     scores: list[dict[Key, float]] = [{} for _ in alone]

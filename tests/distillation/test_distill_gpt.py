@@ -32,6 +32,9 @@ from training_jobs import (
     written,
 )
 
+from megatron_zb.errors import UsageError
+from megatron_zb_distill.flags import parse
+
 Flags = Mapping[str, Any]
 Record = dict[str, Any]
 
@@ -370,3 +373,37 @@ def test_the_script_refuses_in_a_sentence(variables: dict[str, str], sentence: s
     assert said.stderr.startswith("distill_gpt.sh: error: ")
     assert sentence in said.stderr
     assert said.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--picture", "steps.jpg"], "--picture steps.jpg: give a name that ends in .png or .svg"),
+        (["--relay-memory-limit", "much"], "--relay-memory-limit"),
+    ],
+)
+def test_pictures_and_limits_are_checked_first(
+    words: list[str], sentence: str, tmp_path: Path
+) -> None:
+    flags = {**DISTILLATION, "--teacher-load": tmp_path, "--mock-data": True}
+    given = {name: value for name, value in flags.items() if name != "--data-path"}
+    with pytest.raises(UsageError, match=sentence):
+        parse([*written(given), *words])
+
+
+@pytest.mark.slow
+def test_the_last_steps_are_drawn(teacher: Path, corpus: str, tmp_path: Path) -> None:
+    """With room for a few activations to wait, which changes no loss; without any it is refused."""
+    picture = tmp_path / "steps.svg"
+    flags = {"--picture": picture, "--distribution": "0-1:1,2-3:1", "--relay-memory-limit": "1MiB"}
+    distilled(tmp_path, teacher, corpus, flags)
+    assert picture.read_text().lstrip().startswith("<?xml")
+    limit = {**flags, "--relay-memory-limit": "1"}
+    ended = run_job(
+        2,
+        MODULE,
+        written({**DISTILLATION, "--teacher-load": teacher, "--data-path": corpus, **limit}),
+        SECONDS_TO_TRAIN,
+    )
+    assert ended.code == 2
+    assert "an activation for each of the 1 ranks of the next stage takes" in ended.stderr

@@ -16,7 +16,7 @@ TEACHER = TeacherShape(2, 64, 8, 4, 64)
 OTHERS = {"sparsify": None, "weights_precision": "bf16"}
 
 
-def block(heads: int | None = 4, width: int | None = 64, **more: Any) -> dict[str, Any]:
+def block(heads: int | str | None = 4, width: int | None = 64, **more: Any) -> dict[str, Any]:
     """A configuration as puzzletron writes it, without attention or MLP where a size is None."""
     attention = {"no_op": heads is None, "replace_with_linear": False, **OTHERS}
     ffn = {"no_op": width is None, "replace_with_linear": False, **OTHERS}

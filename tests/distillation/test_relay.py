@@ -88,6 +88,39 @@ def test_messages_may_have_any_shape(ranks: RankPools) -> None:
     assert all(torch.equal(a[n], b[n]) for a, b in zip(plain, shaped, strict=True) for n in a)
 
 
+def test_a_rank_may_have_to_wait_until_the_next_one_takes_what_it_sends(ranks: RankPools) -> None:
+    stages, runs = [(2, 1), (3, 2), (1, 1)], [(0, 4)]
+    free, held = (
+        ranks(4).run(distilled_on_ranks, stages=stages, runs=runs, most_waiting=most)
+        for most in (None, 1)
+    )
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(free, held, strict=True) for n in a)
+
+
+def untaken(most_waiting: int | None) -> int:
+    """The most sends of the first rank that wait while the second sleeps."""
+    rank, steps, seen = dist.get_rank(), 3, [0]
+    distribution = Distribution.of([(1, 1), (1, 1)])
+    channels = Channels(range(2), distribution.placement, "cpu")
+
+    class Counting(Sleeper):
+        def study(self, microbatch: int) -> None:
+            super().study(microbatch)
+            seen.extend(map(len, channels._sends.values()))
+
+    stage = Counting(0.02 * rank)
+    program = step_by_step(distribution, M, 2, most_waiting)
+    for _ in relay_steps(program, rank, stage, Exchange(channels, empty), first=0, until=steps):
+        pass
+    channels.close()
+    return max(seen) * (rank == 0)
+
+
+def test_so_many_activations_wait_and_no_more(ranks: RankPools) -> None:
+    free, held = (ranks(2, Kind.PLAIN).run(untaken, most_waiting=most)[0] for most in (None, 2))
+    assert held == 2 < free
+
+
 class Sleeper:
     """Takes its time to study; notes when each step begins and ends, on the host's clock."""
 

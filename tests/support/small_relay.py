@@ -75,12 +75,15 @@ class BlockStage:
 
 
 def distilled_on_ranks(
-    stages: list[tuple[int, int]], runs: list[tuple[int, int]], any_shape: bool = False
+    stages: list[tuple[int, int]],
+    runs: list[tuple[int, int]],
+    any_shape: bool = False,
+    most_waiting: int | None = None,
 ) -> dict[int, torch.Tensor]:
     """The students of this rank's blocks after the steps of each run."""
     distribution, rank = Distribution.of(stages), dist.get_rank()
     placement = distribution.placement
-    program = step_by_step(distribution, M, run_ahead=1)
+    program = step_by_step(distribution, M, run_ahead=1, most_waiting=most_waiting)
     stage = distribution.stage_on(rank)
     [group] = new_groups([placement.ranks_of[stage]])
     blocks = {number: Block(number) for number in distribution.ranges[stage][0]}
