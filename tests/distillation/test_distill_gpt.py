@@ -392,18 +392,20 @@ def test_pictures_and_limits_are_checked_first(
 
 
 @pytest.mark.slow
-def test_the_last_steps_are_drawn(teacher: Path, corpus: str, tmp_path: Path) -> None:
+def test_the_last_steps_are_drawn(
+    whole: Distilled, teacher: Path, corpus: str, tmp_path: Path
+) -> None:
     """With room for a few activations to wait, which changes no loss; without any it is refused."""
     picture = tmp_path / "steps.svg"
     flags = {"--picture": picture, "--distribution": "0-1:1,2-3:1", "--relay-memory-limit": "1MiB"}
-    distilled(tmp_path, teacher, corpus, flags)
+    assert distilled(tmp_path, teacher, corpus, flags).losses == whole.losses
     assert picture.read_text().lstrip().startswith("<?xml")
-    limit = {**flags, "--relay-memory-limit": "1"}
+    limit = {**flags, "--relay-memory-limit": "1B"}
     ended = run_job(
         2,
         MODULE,
         written({**DISTILLATION, "--teacher-load": teacher, "--data-path": corpus, **limit}),
         SECONDS_TO_TRAIN,
     )
-    assert ended.code == 2
+    assert ended.code != 0
     assert "an activation for each of the 1 ranks of the next stage takes" in ended.stderr

@@ -8,7 +8,9 @@ does differ is fp32 rounding of sums over ranks, where a schedule has placed lay
 - where the norm clips gradients, its last bit is in every weight, and so in later losses and norms;
 - upstream's learning rate has been rounded to fp32, which that of post-validation has not;
 - logits of a cut output layer are normalized over the ranks that hold parts of the vocabulary;
-- attention, losses and weight gradients of token slices are summed slice by slice.
+- attention, losses and weight gradients of token slices are summed slice by slice;
+- with sequence parallelism, upstream logs the z-loss of one rank's tokens, a part of every slice
+  where it is one of the sequence. Its gradients are in the norms.
 """
 
 from __future__ import annotations
@@ -78,6 +80,8 @@ def width(key: str, combination: Combination) -> float:
     if combination["vocabulary"] != "whole" or combination["slices"] != "without":
         if key.endswith("num zeros"):
             return math.inf  # what one rounds to zero, the other may not
+        if key.endswith("z_loss") and combination["sequence-parallel"] == "with":
+            return math.inf
         losses, norms = (_CUT if combination["slices"] == "without" else _SLICED)[precision]
         return norms if is_norm else losses
     if not places_elsewhere(combination):
