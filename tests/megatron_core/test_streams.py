@@ -38,6 +38,7 @@ ON_TWO = {
     "vocabulary, tied": Trial(replace(VOCABULARY, tied=True)),
     "slices, documents": Trial(replace(SLICES, documents="ends", rotary=True)),
     "slices, interleaved": Trial(SLICES, "interleaved"),
+    "slices, both": Trial(replace(SLICES, rotary=True), "v-half", **BOTH),
     "slices, selective": Trial(replace(SMALL_GPTS["selective"], slices="4"), "zb-h1"),
 }
 ON_FOUR = {
@@ -45,6 +46,7 @@ ON_FOUR = {
     "kept, data": Trial(PARALLEL["data"]),
     "pairs, recomputed": Trial(PAIRED, "v-zb", pairs=True, dropped=True),
     "slices": Trial(replace(PARALLEL["expert"], slices="4")),
+    "slices, experts, both": Trial(replace(PARALLEL["expert"], slices="4"), "zb-h1", **BOTH),
     "pairs, vocabulary": Trial(replace(PAIRED, vocabulary=True), "v-zb"),
     "pairs": Trial(PAIRED, "v-zb", pairs=True),
     "slices, sequence": Trial(replace(PARALLEL["sequence"], slices="4")),

@@ -17,6 +17,7 @@ from states import with_states
 from megatron_zb import schedules
 from megatron_zb.runtime.activation_memory import StreamEngines
 from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.slices import Slicing
 from sanitizer.device import noting
 from sanitizer.plants import planted
 
@@ -46,7 +47,10 @@ class Trial:
         if not (self.drop or self.move or self.pairs):
             return self.schedule
         kept = schedules.build(
-            self.schedule, pipeline_size=pipeline_size, num_microbatches=self.microbatches
+            self.schedule,
+            pipeline_size=pipeline_size,
+            num_microbatches=self.microbatches,
+            slices=Slicing.parse(self.case.slices or "1"),
         )
         if self.dropped:
             return dropping(joined(kept))
