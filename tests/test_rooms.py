@@ -57,6 +57,7 @@ ROOMS: dict[str, set[str]] = {
         "measured",
         "runtime",
         "megatron_core",
+        "drawing",
         "cli",
         "megatron_zb_plan",
         "megatron_zb_train",

@@ -47,7 +47,7 @@ def fitted(orders: Iterable[Schedule], costs: Priced, limit: Sequence[float]) ->
 def least_if_dropped(order: Schedule, costs: Priced) -> list[float]:
     """Return the memory that each rank needs if it drops every slice that it can."""
     timeline = simulate(order, costs)
-    return [max(_Rank(timeline, rank).held, default=0.0) for rank in range(len(order.ranks))]
+    return [max(_SlicedRank(timeline, rank).held, default=0.0) for rank in range(len(order.ranks))]
 
 
 def with_recomputation(
@@ -56,7 +56,7 @@ def with_recomputation(
     """Return an order with the R that keep the limit, None where dropping all does not keep it."""
     timeline, ranks = simulate(schedule, costs), []
     for rank, most in enumerate(limit):
-        line = _Rank(timeline, rank)
+        line = _SlicedRank(timeline, rank)
         if max(line.held, default=0.0) > most * _ROUNDING:
             return None
         line.keep(most * _ROUNDING)
@@ -64,7 +64,7 @@ def with_recomputation(
     return replace(schedule, ranks=tuple(ranks))
 
 
-class _Rank:
+class _SlicedRank:
     """The passes of a rank, with an R for every slice that may be dropped, and what is held."""
 
     def __init__(self, timeline: Timeline, rank: int) -> None:

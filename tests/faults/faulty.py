@@ -134,9 +134,9 @@ def install(struck: Struck) -> None:
 
     from_csv = interchange.from_csv
 
-    def table(source: str | Path, *, name: str | None = None) -> Any:
+    def table(source: str | Path, *, name: str | None = None, **more: Any) -> Any:
         if not isinstance(source, Path):  # what another rank has built
-            return from_csv(source, name=name)
+            return from_csv(source, name=name, **more)
         path = source.with_suffix(".altered") if struck.altered else source
         return from_csv(path, name=source.name)
 

@@ -78,6 +78,7 @@ PLACES = {
     "megatron_zb_distill/block_times.py:_seconds": BETWEEN_STEPS,
     "megatron_zb_distill/block_times.py:measure": BETWEEN_STEPS,
     "megatron_zb_distill/evaluation.py:compare": BETWEEN_STEPS,
+    "megatron_zb_distill/last_steps.py:LastSteps.draw": BETWEEN_STEPS,
     "megatron_zb_distill/replanning.py:Replanner.find": BETWEEN_STEPS,
     "megatron_zb_distill/stitching.py:_all_shapes": BETWEEN_STEPS,
 }
