@@ -159,35 +159,36 @@ def _with_states(name: str, request: Request, slicing: Slicing) -> Schedule:
     Raises:
         UsageError: nothing keeps the limit.
     """
-    costs, orders = request.costs, list[Schedule]()
-    refused: LimitTooSmall | None = None
-    limit = request.limit.per_rank(costs)
-    for more in _MORE:
-        looser = request
-        if limit is not None:
-            whole = tuple(
-                more * most + fixed for most, fixed in zip(limit, costs.fixed, strict=True)
-            )
-            looser = replace(request, limit=Limit(bytes=whole))
-        try:
-            orders.append(_ordered(name, looser, slicing))
-        except LimitTooSmall as error:
-            refused = error
-            continue
-        if limit is None:
-            most = max(simulate(orders[0], costs).peak_memory)
-            limit = (most,) * request.pipeline_size
-        if more == 1.0 and _is_near_bound(orders[0], request, slicing):
+    costs, limit = request.costs, request.limit.per_rank(request.costs)
+    orders: list[Schedule] = []
+    least = 0.0
+    if limit is None:
+        orders = [_ordered(name, request, slicing)]
+        most = max(simulate(orders[0], costs).peak_memory)
+        limit = (most,) * request.pipeline_size
+    for more in _MORE[len(orders) :]:
+        if orders and _is_near_bound(orders[0], request, slicing):
             break
-    if limit is None or not orders:
-        raise refused or UsageError(f"{name} with slices: no order fits")
+        try:
+            orders.append(_ordered_within([more * most for most in limit], name, request, slicing))
+        except LimitTooSmall as error:
+            least = error.needed
+    if not orders:
+        orders = [_ordered_within([least] * request.pipeline_size, name, request, slicing)]
     found = fitted(orders, costs, limit)
     if not found:
         needed = min((least_if_dropped(order, costs) for order in orders), key=max)
         request.check_feasible(name, limit, needed)
-        raise refused or UsageError(f"{name} with slices: no order fits")
-    best = min(found, key=request.seconds)
-    return fuse_for_free(best.schedule, costs)
+        raise UsageError(f"{name} with slices: no order fits that moves activations to the host")
+    return fuse_for_free(min(found, key=request.seconds).schedule, costs)
+
+
+def _ordered_within(
+    limit: Sequence[float], name: str, request: Request, slicing: Slicing
+) -> Schedule:
+    """Return an order that keeps all activations within a limit for each rank."""
+    whole = tuple(most + fixed for most, fixed in zip(limit, request.costs.fixed, strict=True))
+    return _ordered(name, replace(request, limit=Limit(bytes=whole)), slicing)
 
 
 def _is_near_bound(order: Schedule, request: Request, slicing: Slicing) -> bool:

@@ -59,6 +59,18 @@ def test_a_limit_is_kept_in_no_more_time(name: str, costs: Costs) -> None:
     assert seen == {True, False} or name != "v-half"
 
 
+@pytest.mark.parametrize("costs", [DROPPED, MOVED], ids=["dropped", "moved"])
+def test_the_least_limit_is_named_in_the_users_terms(costs: Costs) -> None:
+    """As a share of 1F1B's memory, whatever orders were looked at; the limit it names is served."""
+    with pytest.raises(UsageError, match=r"limit of 0.02 of 1F1B: rank .* at least") as refused:
+        built("v-half", costs, 0.02)
+    least = float(str(refused.value).split()[-3])
+    assert 0.02 < least <= 0.25  # what keeping all needs
+    schedule = built("v-half", costs, least)
+    timeline = simulate(schedule, costs_of(schedule, costs))
+    assert max(timeline.peak_memory) <= least * WHOLE * (1 + 1e-9)
+
+
 def tiny() -> tuple[Schedule, Costs]:
     """An order of three stages, one microbatch in three slices and another, all kept."""
     costs = Costs.uniform(pipeline_size=3, forward=1.0, backward=1.0, weight=1.0)
