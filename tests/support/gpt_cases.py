@@ -168,6 +168,7 @@ def built(
 
     With ``steps_done``, the layers of a schedule draw from random streams of their own.
     """
+    _forget_expert_metrics()
     p = _pipeline_size(case)
     adapter = None
     if schedule is not None:
@@ -189,6 +190,18 @@ def built(
     yield adapter, _build_chunks(case, adapter, p)
     if adapter is not None:
         adapter.forward_backward_func.close()
+
+
+def _forget_expert_metrics() -> None:
+    """Empty Megatron's losses of experts: a row for each layer, of an earlier case maybe fewer."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    except ModuleNotFoundError:  # of an older version
+        from megatron.core.transformer.moe import moe_utils
+
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    else:
+        destroy_moe_metrics_tracker()
 
 
 def _asks_for_pairs(case: GPTCase, schedule: str | Schedule) -> bool:
