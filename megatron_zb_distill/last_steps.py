@@ -70,8 +70,11 @@ class LastSteps:
         """Return a context for the wait for a message, which is idle time."""
         return NOBODY.waiting(channel, message)
 
-    def draw(self, distribution: Distribution, lanes: Lanes, path: Path) -> None:
+    def draw(self, distribution: Distribution, lanes: Lanes, path: Path) -> bool:
         """Gather the passes of all ranks, and write the picture on the first; collective.
+
+        Returns:
+            Whether this rank has written it: there is none of a run without steps.
 
         Raises:
             UsageError: it cannot be written.
@@ -84,9 +87,11 @@ class LastSteps:
         ]
         everywhere: list[list[Any]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everywhere, mine)
-        if dist.get_rank() == 0 and mine:
-            ranks = [everywhere[place * lanes.size] for place in range(distribution.num_ranks)]
-            save_picture(self._timeline(distribution, ranks), path, SECONDS)
+        if dist.get_rank() != 0 or not mine:
+            return False
+        ranks = [everywhere[place * lanes.size] for place in range(distribution.num_ranks)]
+        save_picture(self._timeline(distribution, ranks), path, SECONDS)
+        return True
 
     def _numbered(self, p: Pass) -> tuple[str, int, int]:
         """Return a pass, numbered from the first step that is drawn."""

@@ -162,8 +162,8 @@ def _most_waiting(args: argparse.Namespace, distribution: Distribution) -> int |
     limit = size_in_bytes(args.relay_memory_limit, "--relay-memory-limit")
     if limit < each:
         raise UsageError(
-            f"--relay-memory-limit {args.relay_memory_limit}: an activation for each of the "
-            f"{channels} ranks of the next stage takes {each / 2**20:.3g} MiB: give that, or more"
+            f"--relay-memory-limit {args.relay_memory_limit}: one activation for every rank of the "
+            f"next stage takes {each / 2**20:.3g} MiB: give that, or more"
         )
     return int(limit // each)
 
@@ -225,9 +225,10 @@ class DistillRun:
             busy,
             file,
         )
-        self._picture = LastSteps(not args.cpu, microbatches_of(args), args.run_ahead)
         self._observers: list[Observer] = [self._progress, busy]
+        self._picture: LastSteps | None = None
         if args.picture:
+            self._picture = LastSteps(not args.cpu, microbatches_of(args), args.run_ahead)
             self._observers.append(self._picture)
         self.since = first_step
         """The step after which the busy time of the steps counts."""
@@ -260,7 +261,7 @@ class DistillRun:
         if self._place >= self.distribution.num_ranks:
             return
         self.report.ends_with(_last_step(self._args, end))
-        self._picture.before(first, self._args.train_iters)
+        self._record_before(first, end)
         with self._progress.step():
             done = relay_steps(
                 self._steps,
@@ -272,14 +273,19 @@ class DistillRun:
             )
             for step in done:
                 self.report.after(step + 1)
-                self._picture.before(step + 1, self._args.train_iters)
+                self._record_before(step + 1, end)
+
+    def _record_before(self, step: int, end: int) -> None:
+        """Record the passes from here on if a picture is asked for, and few steps are left."""
+        if self._picture is not None:
+            self._picture.before(step, _last_step(self._args, end))
 
     def draw(self) -> None:
         """Write the picture of the last steps, if one is asked for; collective over all ranks."""
-        if self._args.picture:
+        if self._picture is not None:
             path = Path(self._args.picture)
-            self._picture.draw(self.distribution, self._lanes, path)
-            self.report.say(f"the picture of the last steps is in {path}")
+            if self._picture.draw(self.distribution, self._lanes, path):
+                self.report.say(f"the picture of the last steps is in {path}")
 
     def close(self) -> None:
         """Stop the watchdog."""

@@ -231,7 +231,7 @@ def _model(
 
 
 def rotary_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what Megatron's models and rotary embeddings are told of rotary positions."""
+    """Return the keyword arguments of GPTModel and RotaryEmbedding for rotary positions."""
     return {
         "rotary_percent": args.rotary_percent,
         "rotary_base": args.rotary_base,

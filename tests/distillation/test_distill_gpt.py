@@ -399,6 +399,9 @@ def test_the_last_steps_are_drawn(
     picture = tmp_path / "steps.svg"
     flags = {"--picture": picture, "--distribution": "0-1:1,2-3:1", "--relay-memory-limit": "1MiB"}
     assert distilled(tmp_path, teacher, corpus, flags).losses == whole.losses
+    assert picture.exists()
+    picture.unlink()
+    distilled(tmp_path, teacher, corpus, {**flags, "--exit-interval": SAVED})  # its last steps
     assert picture.read_text().lstrip().startswith("<?xml")
     limit = {**flags, "--relay-memory-limit": "1B"}
     ended = run_job(
@@ -408,4 +411,4 @@ def test_the_last_steps_are_drawn(
         SECONDS_TO_TRAIN,
     )
     assert ended.code != 0
-    assert "an activation for each of the 1 ranks of the next stage takes" in ended.stderr
+    assert "one activation for every rank of the next stage takes" in ended.stderr

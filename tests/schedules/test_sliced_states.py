@@ -61,7 +61,7 @@ def test_a_limit_is_kept_in_no_more_time(name: str, costs: Costs) -> None:
 
 @pytest.mark.parametrize("costs", [DROPPED, MOVED], ids=["dropped", "moved"])
 def test_the_least_limit_is_named_in_the_users_terms(costs: Costs) -> None:
-    """As a share of 1F1B's memory, whatever orders were looked at; the limit it names is served."""
+    """The refusal gives it as a share of 1F1B's memory, and a schedule for it can be built."""
     with pytest.raises(UsageError, match=r"limit of 0.02 of 1F1B: rank .* at least") as refused:
         built("v-half", costs, 0.02)
     least = float(str(refused.value).split()[-3])
