@@ -52,6 +52,14 @@ def is_uniform(shapes: Iterable[BlockShape], experts: Collection[int] = ()) -> b
     return all(s.is_layer for _, s in numbered) and len(groups) == 1 and len(sizes) == len(kinds)
 
 
+def are_alike(args: argparse.Namespace, shapes: Sequence[BlockShape]) -> bool:
+    """Return whether Megatron stores the layers as slices of the same tensors.
+
+    Where only some layers have experts it does not, whatever their widths.
+    """
+    return is_uniform(shapes, expert_blocks(vars(args))) and args.moe_layer_freq in (None, 1)
+
+
 def check_stitchable(args: argparse.Namespace, library: Sequence[Sequence[BlockShape]]) -> None:
     """Check that every possible student can be written as a checkpoint.
 
@@ -124,7 +132,7 @@ def save_student(
         UsageError: the directory cannot be written.
     """
     shapes = _all_shapes(chosen)
-    alike = is_uniform(shapes, expert_blocks(vars(args))) and args.moe_layer_freq in (None, 1)
+    alike = are_alike(args, shapes)
     copies = stage_blocks.place.copies
     parts = [
         weights.layer_state(p.layer, p.block, args.num_layers, copies, alike=alike) for p in chosen

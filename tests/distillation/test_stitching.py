@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 
-from megatron_zb_distill.stitching import described, is_uniform
+from megatron_zb_distill.stitching import are_alike, described, is_uniform
 from megatron_zb_distill.student import BlockShape
 
 FULL = BlockShape("full", "attention", 4, "mlp", 256, None)
@@ -64,3 +65,19 @@ def test_layers_of_one_model_have_the_same_sizes() -> None:
     assert not is_uniform([FULL, FEWER])
     assert not is_uniform([LINEAR, LINEAR])
     assert not is_uniform([NOTHING])
+
+
+def test_layers_of_which_some_have_experts_are_stored_one_by_one() -> None:
+    """As Megatron stores them, also where all are as wide."""
+    dense, experts = FULL, replace(FULL, num_experts=4)
+    plain = argparse.Namespace(num_layers=2, num_experts=None, moe_layer_freq=None)
+    assert are_alike(plain, [dense, dense])
+    assert not are_alike(plain, [dense, FEWER])
+    for frequency, shapes, alike in (
+        (1, [experts, experts], True),
+        ([0, 1], [dense, experts], False),
+        ([1, 1], [experts, experts], False),
+        (2, [experts, dense], False),
+    ):
+        args = argparse.Namespace(num_layers=2, num_experts=4, moe_layer_freq=frequency)
+        assert are_alike(args, shapes) is alike
