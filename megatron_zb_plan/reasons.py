@@ -87,11 +87,10 @@ def recommendation(plan: Plan) -> str:
 
 
 def _said(row: Prediction) -> str:
-    if row.overlaps_exchange:
-        return f"{row.family} with --overlap-moe-expert-parallel-comm"
-    if row.slicing is not None:
-        return f"{row.family} with --pipeline-slices {row.slicing}"
-    return f"{row.family} with --pipeline-vocabulary on" if row.cuts_vocabulary else row.family
+    flags = ["--overlap-moe-expert-parallel-comm"] if row.overlaps_exchange else []
+    flags += [f"--pipeline-slices {row.slicing}"] if row.slicing is not None else []
+    flags += ["--pipeline-vocabulary on"] if row.cuts_vocabulary else []
+    return f"{row.family} with {' and '.join(flags)}" if flags else row.family
 
 
 def gain_of_cut(plan: Plan, row: Prediction) -> float | None:

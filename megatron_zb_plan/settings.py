@@ -153,7 +153,7 @@ def estimated_memory(
     p = split.load.strategy.pipeline
     n = split.load.strategy.slices
     peak = (_peak(candidate, p, m * n, chunks) + n - 1) / n  # all slices are held before B
-    peak = min(m, peak + split.cuts_vocabulary)
+    peak = min(m, peak + split.cuts_vocabulary / n)
     fixed = split.states.total + split.load.device.reserved_bytes
     fixed += prefix(split.load, split.load.model.layers // p)
     held = split.held.activation
@@ -238,9 +238,7 @@ class PlanJob:
         Raises:
             UsageError: names the reason.
         """
-        why = why_not_sliced(
-            self.model, post_validation=self.post_validation, vocabulary=self.vocabulary
-        )
+        why = why_not_sliced(self.model, post_validation=self.post_validation)
         if self.has_slices and why is not None:
             raise UsageError(f"--slices: microbatches cannot be cut, because {why}: leave it out")
 
@@ -338,7 +336,6 @@ class CountedSettings:
                 "parallelism: give fewer, or --slice-tokens"
             )
         shared = [s.load for s in found if can_be_shared(job.model, s.load.strategy)]
-        shared = [load for load in shared if load.strategy.slices == 1]
         cut = [] if job.vocabulary == "off" or job.why_not_cut else shared
         return cls(job, found, [EvenSplit(load, cuts_vocabulary=True) for load in cut])
 

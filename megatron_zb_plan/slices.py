@@ -35,7 +35,7 @@ from megatron_zb_plan.strategy import (
 from megatron_zb_plan.work import Workload
 
 
-def why_not_sliced(model: ModelConfig, *, post_validation: bool, vocabulary: str) -> str | None:
+def why_not_sliced(model: ModelConfig, *, post_validation: bool) -> str | None:
     """Return why microbatches of a model cannot be cut into slices; None if they can."""
     reasons = {
         f"no plan counts how often slices read the experts of {model.name}": model.experts,
@@ -45,7 +45,6 @@ def why_not_sliced(model: ModelConfig, *, post_validation: bool, vocabulary: str
         f"the masks of dropout in {model.name} are for whole microbatches": model.dropout,
         f"{model.name} stores its scores, which grow with every slice": not model.flash_attention,
         "steps with --post-validation are of whole microbatches": post_validation,
-        "--vocabulary on is for whole microbatches": vocabulary == "on",
     }
     return next((why for why, holds in reasons.items() if holds), None)
 

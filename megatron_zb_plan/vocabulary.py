@@ -120,9 +120,15 @@ class CountedShard:
     @property
     def weight(self) -> float:
         """Seconds of V."""
-        moved = self.load.moved(LOGIT_IN_V * self._logits)
+        moved = self.load.moved(LOGIT_IN_V * self._logits) + self._added_by_slices
         messages = GATHERED_IN_V * self._collective
         return self._product + moved + messages + self.load.launches(_KERNELS_OF_V)
+
+    @property
+    def _added_by_slices(self) -> float:
+        model = self.load.model
+        rows = model.vocabulary / self.load.strategy.pipeline
+        return self.load.added_by_slices(model.depths * rows * model.hidden_size).weight
 
     @property
     def loss(self) -> float:
@@ -163,12 +169,15 @@ class CountedShard:
         return ActivationBytes(2 * self._numbers)
 
     def passing(self, *, is_last: bool) -> float:
-        """Return the bytes while O runs, or P on the last stage's rank, and those of messages."""
-        parts = self.load.strategy.pipeline
-        while_o = _WHILE_O * self._logits
+        """Return the bytes while O runs, or P on the last stage's rank, and those of messages.
+
+        They are those of one microbatch, or of one slice.
+        """
+        parts, share = self.load.strategy.pipeline, self.load.largest_slice
+        while_o, numbers = share * _WHILE_O * self._logits, share * self._numbers
         if not is_last:
-            return while_o + 6 * self._numbers
-        return max(while_o, _WHILE_P * parts * self._numbers) + 4 * parts * self._numbers
+            return while_o + 6 * numbers
+        return max(while_o, _WHILE_P * parts * numbers) + 4 * parts * numbers
 
     @property
     def states(self) -> StateBytes:
@@ -184,6 +193,7 @@ class CountedShard:
         ``near`` and ``far`` are the other ranks of the pipeline in its node and beyond. Messages
         in, of twice the size, take twice as long beside them.
         """
-        links, size = self.load.device.messages, self.load.model.depths * self.load.message()
+        links = self.load.device.messages
+        size = self.load.model.depths * self.load.message() / self.load.largest_slice
         in_node, between = links.in_node.bandwidth, links.between_nodes.bandwidth
         return max(near * size / in_node, far * size / between)

@@ -235,7 +235,7 @@ class Workload:
             calls * link.seconds(4 * received) + self.moved(share * queries + summed),
         )
 
-    def _added_by_slices(self, weights: float) -> PassSeconds:
+    def added_by_slices(self, weights: float) -> PassSeconds:
         """Return the work of reading and writing gradients of weights for W of every slice."""
         more = self.strategy.slices - 1
         return PassSeconds(0.0, 0.0, more * self.moved(_SUMMED * weights / self.strategy.tensor))
@@ -297,7 +297,7 @@ class Workload:
         if self.frozen:
             return work
         work += PassSeconds(0.0, 0.0, product) + self._begun(0, 0, 1)
-        return work + self._added_by_slices(self.model.vocabulary * self.model.hidden_size)
+        return work + self.added_by_slices(self.model.vocabulary * self.model.hidden_size)
 
     def message(self) -> float:
         """Return the bytes of the largest message between pipeline ranks, for each tensor rank."""
@@ -342,7 +342,7 @@ class Workload:
         if self.frozen:
             return work
         work += PassSeconds(0.0, 0.0, seconds) + self._begun(0, 0, kernels)
-        return work + self._added_by_slices(weights)
+        return work + self.added_by_slices(weights)
 
     def _casts(self, operators: Sequence[Operator]) -> PassSeconds:
         """Return the work of casts to fp8: inputs in F, gradients of outputs in B.

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,12 @@ def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
     """
     if not isinstance(texts, dict) or not all(isinstance(texts.get(f), str) for f in _FIELDS):
         raise UsageError("it holds no schedule")
-    rules, slicing = None, request.get("slices")
+    slicing, change_rules = request.get("slices"), None
     if slicing is not None:
-        rules = SlicedRules(replace(slicing, joins_weight=texts.get(_JOINED) == str(True)))
-    found = interchange.from_csv(texts["table"], name=catalog.family(name).name, rules=rules)
+        slicing = replace(slicing, joins_weight=texts.get(_JOINED) == str(True))
+        change_rules = partial(SlicedRules, slicing)
+    name = catalog.family(name).name
+    found = interchange.from_csv(texts["table"], name=name, change_rules=change_rules)
     if slicing is not None:
         found = with_units(found, slicing)
     p, m = request["pipeline_size"], request["num_microbatches"]

@@ -59,7 +59,6 @@ from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.request import Limit
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.simulator import simulate
 
 __all__ = ["JobSizes", "Layers", "PipelineAdapter", "ScheduleSettings"]
 
@@ -145,7 +144,7 @@ class PipelineAdapter:
         for adapter in (whole, cut):
             layers = tuple(letters.count("t") for letters in adapter.layer_layout.letters)
             costs = costs_beside(adapter.schedule.placement, layers, ends, cut=adapter is cut)
-            seconds.append(simulate(adapter.schedule, costs).makespan)
+            seconds.append(adapter.current.seconds(adapter.schedule, costs))
         less = 1 - seconds[1] / seconds[0]
         if less > 0:
             cut.say(

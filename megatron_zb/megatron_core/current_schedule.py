@@ -275,8 +275,9 @@ class CurrentSchedule:
         return _in_unit_of(costs, self._settings.host_limit, is_measured=True)
 
     def seconds(self, schedule: Schedule, costs: Costs) -> float:
-        """Predict the seconds of an iteration."""
-        return simulate(schedule, costs).seconds(back_to_back=self._in_a_row)
+        """Predict the seconds of an iteration, for costs of whole microbatches."""
+        timeline = simulate(schedule, sliced_costs(schedule, costs))
+        return timeline.seconds(back_to_back=self._in_a_row)
 
     # --- another number of microbatches
 

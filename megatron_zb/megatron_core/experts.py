@@ -34,7 +34,6 @@ from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, device
 from megatron_zb.megatron_core.versions import Graphs
 from megatron_zb.runtime.executor import Side, one_after_the_other
-from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
 
 # --- metrics and paged stash
@@ -308,10 +307,6 @@ class OverlapPart(StepPart):
     pair_handler = staticmethod(run_pair)
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
-        schedule = step.program.schedule
-        is_end = number in (0, schedule.placement.num_stages - 1)
-        if is_end and isinstance(schedule.rules, VocabularyRules):
-            return None  # those of a cut vocabulary run plans, too
         return PairedStage if runs_plans(step) else None
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from megatron.core.utils import get_model_config
 
-from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import graphs, refusals, versions
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import SplitBackward
@@ -180,13 +180,12 @@ class ForwardBackward:
         return stages
 
     def _type_of_stage(self, number: int, step: Step) -> Callable[..., Any]:
-        found = {type(p).__name__: t for p in self._parts if (t := p.stage_type(number, step))}
-        if len(found) > 1:
-            raise UsageError(
-                f"{' and '.join(found)} cannot be combined: both replace stage {number} of the "
-                f"schedule {step.program.schedule.name}; leave one of the features out"
-            )
-        return next(iter(found.values()), MegatronStage)
+        found = [t for p in self._parts if (t := p.stage_type(number, step)) is not None]
+        if len(found) <= 1:
+            return found[0] if found else MegatronStage
+        makers = [each if isinstance(each, partial) else partial(each) for each in found]
+        options = {name: value for maker in makers for name, value in maker.keywords.items()}
+        return partial(_joined(*(maker.func for maker in makers)), **options)
 
     def _allocation(self, step: Step) -> Allocate:
         def allocate(message: Message) -> torch.Tensor:
@@ -204,3 +203,9 @@ class ForwardBackward:
         # Without Observers around a single one: it is entered at every pass and every wait.
         found = [observer for part in self._parts for observer in part.observers(step)]
         return found[0] if len(found) == 1 else Observers(found)
+
+
+@lru_cache(maxsize=16)
+def _joined(*types: Any) -> type[MegatronStage]:
+    """Return the type of a stage that is of all these types, the first one's methods first."""
+    return type("And".join(each.__name__ for each in types), types, {})

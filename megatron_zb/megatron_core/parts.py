@@ -33,10 +33,10 @@ _ORDER: tuple[type[StepPart], ...] = (
     GraphsPart,
     PagedStashPart,
     ReadingsPart,
+    VocabularyPart,  # its stages run the forwards of the stages of the parts below
     SlicesPart,  # cuts what the readings give
     ChannelsPart,  # passes on the counter of activations, which a profile may have replaced
     WatchPart,
-    VocabularyPart,
     DataParallelPart,
     OverlapPart,
     OffloadPart,

@@ -114,6 +114,8 @@ class SlicesPart(StepPart):
         return SlicedStage
 
     def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
+        if not isinstance(stage, SlicedStage):  # the passes of a cut vocabulary have no layers
+            return
         stage.cut = self._cuts[stage.chunk]
         stage.staying = stage.cut.storages
         stage.joins_weight = bool(self.slicing_of(step).joins_weight)
@@ -168,11 +170,10 @@ class SlicedStage(MegatronStage):
     reading: Callable[[int], AbstractContextManager[None]]
     counts: TokenCounts
 
-    def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+    def _unit(self, microbatch: int) -> AbstractContextManager[None]:
         self.cut.unit = microbatch
         start, end = self.cut.tokens
-        with self.reading(end - start):
-            return super()._forward_step(microbatch, activation)
+        return self.reading(end - start)
 
     def _user_step(self, *arguments: Any, **options: Any) -> Any:
         output, loss_func = super()._user_step(*arguments, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.step import Step, StepPart, device, timed
 from megatron_zb.runtime.activation_memory import HostCopyEngines, HostMemory, MovedActivations
 from megatron_zb.runtime.autograd_stage import AutogradStage
+from megatron_zb.runtime.observer import NOTHING
 
 
 class MegatronStage(AutogradStage):
@@ -50,23 +51,24 @@ class MegatronStage(AutogradStage):
         self._choose_streams(microbatch)
         if self.sync is not None:
             self.sync.before_forward(self.chunk)
-        output, num_tokens = megatron_schedules.forward_step(
-            self._user_step,
-            step.data_iterators[self.chunk],
-            step.model[self.chunk],
-            step.num_microbatches,
-            activation,
-            step.forward_data_store,
-            step.config,
-            self._context_parallel,
-            collect_non_loss_data=step.collect_non_loss_data,
-            is_first_microbatch=megatron_schedules.check_first_val_step(
-                step.first_val_step, step.forward_only, microbatch == 0
-            ),
-            current_microbatch=microbatch,
-            vp_stage=self.chunk if len(step.model) > 1 else None,
-            is_last_stage=self.is_output and self.computes_loss,
-        )
+        with self._unit(microbatch):
+            output, num_tokens = megatron_schedules.forward_step(
+                self._user_step,
+                step.data_iterators[self.chunk],
+                step.model[self.chunk],
+                step.num_microbatches,
+                activation,
+                step.forward_data_store,
+                step.config,
+                self._context_parallel,
+                collect_non_loss_data=step.collect_non_loss_data,
+                is_first_microbatch=megatron_schedules.check_first_val_step(
+                    step.first_val_step, step.forward_only, microbatch == 0
+                ),
+                current_microbatch=microbatch,
+                vp_stage=self.chunk if len(step.model) > 1 else None,
+                is_last_stage=self.is_output and self.computes_loss,
+            )
         if not isinstance(output, torch.Tensor):
             raise UsageError(
                 f"a stage returned a {type(output).__name__}: a pipeline schedule hands one tensor "
@@ -75,6 +77,10 @@ class MegatronStage(AutogradStage):
         if self.is_output and self.computes_loss:
             return self._scaled(output, num_tokens)
         return output
+
+    def _unit(self, microbatch: int) -> AbstractContextManager[None]:
+        """Return the context in which the user's functions run for a microbatch, or a slice."""
+        return NOTHING
 
     def _start_of_backward(self, output: torch.Tensor) -> Any:
         if not (self.split.has_looked or self.split.is_off):

@@ -169,7 +169,8 @@ class StepPart:
     def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
         """Return the type of a stage in place of the usual one, None to leave it.
 
-        It is asked for all stages of the model on every rank. Only one part may replace a stage.
+        It is asked for all stages of the model on every rank. A stage that several parts replace is
+        of all their types, in the order of the list: each calls ``super`` for what it does not do.
         """
         return None
 

@@ -23,7 +23,6 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
-from megatron_zb.megatron_core.experts import PairedStage, runs_plans
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import (
     SplitBackward,
@@ -132,18 +131,10 @@ class VocabularyPart(StepPart):
             self._handoff = HandoffBuffer()
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
-        is_paired = runs_plans(step)
+        shared: dict[str, Any] = {"output": self.output, "handoff": self._handoff}
         if number == step.physical.placement.num_stages - 1:
-            return partial(
-                PairedLastStage if is_paired else LastStage,
-                output=self.output,
-                handoff=self._handoff,
-                prediction=self._prediction,
-            )
-        if number != 0:
-            return None
-        first = PairedFirstStage if is_paired else FirstStage
-        return partial(first, output=self.output, handoff=self._handoff)
+            return partial(LastStage, **shared, prediction=self._prediction)
+        return partial(FirstStage, **shared) if number == 0 else None
 
     def more_stages(self, stages: Mapping[int, Any], step: Step) -> Mapping[int, Any]:
         number = step.physical.placement.num_stages + step.logical
@@ -203,7 +194,7 @@ class ShardPasses:
                 )
         self._tied = None
         if output.embedding.tied:
-            passes = 2 * step.num_microbatches
+            passes = 2 * step.program.schedule.num_microbatches
             self._tied = TiedGradient(output.shard.weight, passes)
         self.embedding = EmbeddingPasses(step, output.embedding, first, self._tied)
         self._step, self._chunk, self._handoff = step, output.chunk, handoff
@@ -366,7 +357,8 @@ class LastStage(_End):
         if self._prediction is not None:
             right = self._sequences(whole.right, shape[1])
             main = self._prediction.main_loss(call, per_token, right)
-        loss = self._loss(main, loss_func)
+        with self._unit(microbatch):
+            loss = self._loss(main, loss_func)
         if not trains:
             return log
         if not self._has_looked_at_loss:  # its graph is small, and one for each step
@@ -515,7 +507,8 @@ class FirstStage(_End):
 
         hook = model.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
         try:
-            step.forward_step_func(step.data_iterators[chunk], model)
+            with self._unit(microbatch):
+                step.forward_step_func(step.data_iterators[chunk], model)
         except _Called as called:
             call = called.call
         else:
@@ -584,14 +577,6 @@ class FirstStage(_End):
             found = torch.cat([found, self.handoff.later_gradients.pop(microbatch)])
         self._gradients[microbatch] = found = found.contiguous()
         return found
-
-
-class PairedFirstStage(FirstStage, PairedStage):
-    """The first stage of a cut embedding, whose passes may be joined."""
-
-
-class PairedLastStage(LastStage, PairedStage):
-    """The last stage of a cut output layer, whose passes may be joined."""
 
 
 class TiedGradient:

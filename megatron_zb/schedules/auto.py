@@ -112,6 +112,18 @@ def candidates(request: Request) -> list[Placement]:
     return found
 
 
+def candidates_with_vocabulary(request: Request) -> list[Placement]:
+    """Return the placements of one and two chunks for a cut output layer, or as asked for.
+
+    Raises:
+        UsageError: as :func:`candidates`.
+    """
+    places = candidates(request)
+    if request.chunks is not None or request.placement is not None:
+        return places
+    return [place for place in places if place.chunks <= 2] or places[:1]
+
+
 def _placements(request: Request) -> Iterator[Placement]:
     p, chunks = request.pipeline_size, request.chunks
     if request.placement is not None:

@@ -10,14 +10,14 @@ from typing import Protocol, TypeAlias
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import families
 from megatron_zb.schedules import placement as placements
-from megatron_zb.schedules.auto import auto, candidates
+from megatron_zb.schedules.auto import auto, candidates, candidates_with_vocabulary
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, check_number
 from megatron_zb.schedules.parts import Part, with_part
 from megatron_zb.schedules.placement import Placement, looped
 from megatron_zb.schedules.request import Limit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
-from megatron_zb.schedules.search.place_vocabulary import search_with_vocabulary, with_embedding
+from megatron_zb.schedules.search.place_vocabulary import fastest_with_vocabulary
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.sliced_families import build_sliced
 from megatron_zb.schedules.slices import Slicing
@@ -426,28 +426,14 @@ def _with_vocabulary(chosen: Family) -> Callable[[Request], Schedule]:
 
     def build(request: Request) -> Schedule:
         p, m = request.pipeline_size, request.num_microbatches
-        peak = chosen.peak_microbatches(p, m) + 1
-        splits = chosen.splits_backward
-        places = _places_with_vocabulary(chosen, request)
-        found = [
-            search_with_vocabulary(chosen.name, place, request, peak, split=splits)
-            for place in places
-        ]
-        if request.costs.cuts_embedding:
-            found = [with_embedding(schedule, request.costs) for schedule in found]
-        return min(found, key=lambda s: request.seconds(simulate(s, request.costs)))
+        peak, splits = chosen.peak_microbatches(p, m) + 1, chosen.splits_backward
+        if chosen.placement is None:
+            places = candidates_with_vocabulary(request)
+        else:
+            places = [chosen.placement(p, request.chunks)]
+        return fastest_with_vocabulary(chosen.name, places, request, peak, split=splits)
 
     return build
-
-
-def _places_with_vocabulary(chosen: Family, request: Request) -> list[Placement]:
-    """Return the family's placement; of ``auto`` those of one and two chunks, or as asked for."""
-    if chosen.placement is not None:
-        return [chosen.placement(request.pipeline_size, request.chunks)]
-    places = candidates(request)
-    if request.chunks is not None or request.placement is not None:
-        return places
-    return [place for place in places if place.chunks <= 2] or places[:1]
 
 
 def possible_placements(

@@ -17,7 +17,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -124,12 +124,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def from_csv(
-    source: str | Path, *, name: str | None = None, rules: Rules | None = None
+    source: str | Path,
+    *,
+    name: str | None = None,
+    change_rules: Callable[[TrainingRules], Rules] | None = None,
 ) -> Schedule:
     """Read a compute-only table, from a text (str) or a file (Path), and validate it.
 
     The rank of a stage is the row that runs it; every row must run equally many stages. The name
-    is that of the file when left out, the rules are those of its passes.
+    is that of the file when left out, the rules are those of its passes, changed if need be.
 
     Raises:
         UsageError: the file cannot be read, or the table breaks a rule (InvalidSchedule); the
@@ -144,7 +147,8 @@ def from_csv(
     num_microbatches = 1 + max(cell.work.microbatch for row in rows for cell in row)
     ranks = tuple(tuple(cell.work for cell in row) for row in rows)
     pairs = frozenset(cell.work for row in rows for cell in row if cell.joined)
-    rules = rules_of(ranks) if rules is None else rules
+    of_passes = rules_of(ranks)
+    rules = of_passes if change_rules is None else change_rules(of_passes)
     schedule = Schedule(name, placement, num_microbatches, ranks, rules=rules, pairs=pairs)
     try:
         return schedule.validate()

@@ -19,10 +19,12 @@ from operator import truediv
 from typing import TypeAlias
 
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules.auto import candidates
+from megatron_zb.schedules.auto import candidates, candidates_with_vocabulary
 from megatron_zb.schedules.families import (
+    INTERLEAVED_CHUNKS,
     BuildingBlock,
     interleaved,
+    interleaved_peak,
     one_f_one_b,
     one_f_one_b_block,
     split_interleaved,
@@ -37,6 +39,7 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 from megatron_zb.schedules.request import Limit, LimitTooSmall, Request, keeps
 from megatron_zb.schedules.schedule import Report, Schedule
+from megatron_zb.schedules.search.place_vocabulary import fastest_with_vocabulary
 from megatron_zb.schedules.search.place_w import (
     fuse_for_free,
     least_memory,
@@ -106,7 +109,6 @@ def _check(name: str, request: Request) -> None:
         raise UsageError(f"{name} has no slices: give one of {', '.join(SLICED)}")
     unserved = {
         "communication in F and B": any(costs.forward_comm) or any(costs.backward_comm),
-        "a vocabulary-parallel output layer": costs.vocabulary is not None,
         "further passes": bool(costs.parts),
     }
     for what, given in unserved.items():
@@ -212,6 +214,8 @@ class _SlicedOrders:
     def schedule(self, name: str) -> Schedule:
         """Return a named schedule, in turns."""
         p = self.request.pipeline_size
+        if self.request.costs.vocabulary is not None:
+            return self._with_vocabulary(name)
         if name == "auto":
             return self._auto()
         if name == "1f1b":
@@ -228,6 +232,25 @@ class _SlicedOrders:
         block, held = v_block(p, offsets), self._peak(peak_of(p))
         known = self._known(name, block.placement, self._repeated(block), held)
         return search_placement(name, block.placement, self.request, held, known=known)
+
+    def _with_vocabulary(self, name: str) -> Schedule:
+        """Return a searched schedule with the passes of a cut output layer, in turns.
+
+        A rank has room for one unit more, as the last stage waits for all ranks between F and B.
+        """
+        p, m, request = self.request.pipeline_size, self.request.num_microbatches, self.request
+        if name == "auto":
+            request = _within_one_f_one_b(request)
+            places, peak = candidates_with_vocabulary(request), float(m)
+        elif name in _BLOCKS:
+            places, peak = [v_shape(p)], self._peak(_BLOCKS[name][1](p))
+        elif name == "interleaved":
+            places = [looped(p, request.chunks or INTERLEAVED_CHUNKS)]
+            peak = self._peak(interleaved_peak(p, m))
+        else:
+            places, peak = [looped(p)], self._peak(p)
+        split = name not in ("1f1b", "interleaved")
+        return fastest_with_vocabulary(name, places, request, peak + 1, split=split)
 
     def _grouped(self, chunks: int | None = None) -> Request:
         """Return the request with groups that fill the pipeline and have whole microbatches."""
@@ -282,9 +305,7 @@ class _SlicedOrders:
         Raises:
             UsageError: no placement fits under the limit.
         """
-        request = self.request
-        if request.limit.per_rank(request.costs) is None:
-            request = replace(request, limit=replace(request.limit, share=1.0))
+        request = _within_one_f_one_b(self.request)
         search = replace(self, request=request)
         best: tuple[float, Schedule] | None = None
         refused: list[UsageError] = []
@@ -352,6 +373,13 @@ class _SlicedOrders:
         return search_placement(
             "auto", placement, self.request, most, known=known, seconds=_SECONDS[is_v]
         )
+
+
+def _within_one_f_one_b(request: Request) -> Request:
+    """Return the request with 1F1B's memory as the limit where it has none."""
+    if request.limit.per_rank(request.costs) is not None:
+        return request
+    return replace(request, limit=replace(request.limit, share=1.0))
 
 
 _LARGE = 24_000  # passes: known orders are good as they are, and a search takes long
@@ -514,8 +542,11 @@ def sliced_bound(
     found = 0.0
     for rank, stages in enumerate(placement.stages_of):
         work = sum(count * _work(it, stages) for count, it in all_of)
+        whole = work + sum(count * _shard_work(it, placement, rank) for count, it in all_of)
+        if not back_to_back:
+            whole += first.arrival(stages[0])
         taken = sum(count * it.memory_time(s) for count, it in all_of for s in stages)
-        found = max(found, work, taken / limit[rank] if limit[rank] > 0 else 0.0)
+        found = max(found, whole, taken / limit[rank] if limit[rank] > 0 else 0.0)
         if not back_to_back:
             found = max(found, work + _waits(all_of, first, last, stages, limit[rank]))
     return found
@@ -526,6 +557,13 @@ _Counted = Sequence[tuple[int, _Microbatch]]
 
 def _work(it: _Microbatch, stages: Sequence[int]) -> float:
     return sum(row.forward[s] + row.backward[s] + row.weight[s] for row in it.rows for s in stages)
+
+
+def _shard_work(it: _Microbatch, placement: Placement, rank: int) -> float:
+    """Return the seconds of a rank's shard of an output layer that is cut; waits may hold them."""
+    shards = [row.shards for row in it.rows if row.shards is not None]
+    loss = sum(each.loss for each in shards) if rank == placement.rank_of[-1] else 0.0
+    return loss + sum(each.output[rank] + each.weight[rank] for each in shards)
 
 
 def _waits(

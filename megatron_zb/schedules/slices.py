@@ -24,14 +24,16 @@ from typing import Any, overload
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import Written
 from megatron_zb.schedules.costs import Costs, Scale
-from megatron_zb.schedules.kinds import TRAINING_KINDS, Kind, Memory
+from megatron_zb.schedules.kinds import Kind, Memory
 from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.rules import Sizes, TrainingRules
+from megatron_zb.schedules.rules import TRAINING, Sizes, TrainingRules
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.stage_costs import StageCosts
 
 _F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
+_OF_LOSS = frozenset({PassKind.O, PassKind.P, PassKind.V})
+"""Passes of a cut output layer: they need no other slice, and free the logits of each at once."""
 
 MOST_SLICES = 1024
 LEAST_TOKENS = 1024
@@ -296,6 +298,9 @@ class Slicing(Written):
         units = tuple(rows[id(row), i] for row in whole for i in range(self.slices))
         values = {it.name: getattr(costs, it.name) for it in fields(Costs)}
         values["microbatches"] = units
+        if costs.vocabulary is not None:  # that of a unit: a rank holds the logits of a few
+            most = max((row.vocabulary for row in units if row.vocabulary), key=lambda it: it.held)
+            values["vocabulary"] = most
         return SlicedCosts(**values, slicing=self, whole_peak=costs.one_f_one_b_peak())
 
     def _with_loss(self, row: Costs) -> Costs:
@@ -340,14 +345,16 @@ class SlicedRules(TrainingRules):
     """Rules of a training step on slices: ``num_microbatches`` of a schedule counts units.
 
     With ``slicing.joins_weight``, W of a microbatch is the pass of its slice 0, whose B comes last.
+    ``whole`` are the rules of the same passes on whole microbatches.
     """
 
     slicing: Slicing
+    whole: TrainingRules = TRAINING
 
     @cached_property
     def by_kind(self) -> dict[PassKind, Kind]:
         """Entries of the table; a joined W frees what all slices have left for it."""
-        kinds = {it.kind: it for it in (*TRAINING_KINDS, *self.more)}
+        kinds = {it.kind: it for it in (*self.whole.kinds, *self.more)}
         for moved, sign in ((PassKind.D, 1), (PassKind.H, -1)):
             kind = kinds[moved]
             kinds[moved] = replace(kind, memory=(*kind.memory, (_STAYS, sign)))
@@ -357,11 +364,21 @@ class SlicedRules(TrainingRules):
             kinds[_BW] = replace(kinds[_BW], memory=kinds[_B].memory + freed)
         return kinds
 
+    @property
+    def shard_ranks(self) -> tuple[int, ...]:
+        return self.whole.shard_ranks
+
+    @cached_property
+    def falling(self) -> frozenset[PassKind]:
+        """Kinds of passes that take the slices of a microbatch from the last one on."""
+        gradients = {it.kind for it in self.whole.kinds if it.is_gradient}
+        return frozenset(gradients - _OF_LOSS)
+
     def turns(self, kind: Kind, units: range) -> Sequence[int]:
         """Return the units of a stage in the order of F, of B, or of W."""
         joined = kind.kind is _W and bool(self.slicing.joins_weight)
-        n, falls = self.slicing.slices, kind.is_gradient
-        return Turns(n, len(units), falls=falls, first_only=joined)
+        falls = kind.kind in self.falling
+        return Turns(self.slicing.slices, len(units), falls=falls, first_only=joined)
 
     def unit_name(self, kind: PassKind) -> str:
         return "slice"
@@ -370,11 +387,11 @@ class SlicedRules(TrainingRules):
         """Describe a pass, such as ``F of stage 1, microbatch 3, slice 0``."""
         j, i = self.slicing.microbatch_and_slice(p.microbatch)
         part = "" if p.kind is _W and self.slicing.joins_weight else f", slice {i}"
-        return f"{p.kind} of stage {p.stage}, microbatch {j}{part}"
+        return self.whole.pass_in_words(p._replace(microbatch=j)) + part
 
     def message_in_words(self, placement: Placement | None, message: Message) -> str:
         j, i = self.slicing.microbatch_and_slice(message.microbatch)
-        words = super().message_in_words(placement, message._replace(microbatch=j))
+        words = self.whole.message_in_words(placement, message._replace(microbatch=j))
         return f"{words}, slice {i}"
 
     def whole_microbatches(self, schedule: Sizes) -> int:
@@ -472,21 +489,22 @@ def _joined(group: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
 
 def in_units(schedule: Schedule, slicing: Slicing) -> Schedule:
     """Return a schedule whose passes count turns as one of units, under the rules of slices."""
-    n = slicing.slices
+    n, whole = slicing.slices, schedule.rules
+    assert isinstance(whole, TrainingRules)
+    rules = SlicedRules(slicing, whole)
     turns = list(Turns(n, schedule.num_microbatches))
     units = [Unit(u, n) for u in range(schedule.num_microbatches)]
 
     def passes(rank: Sequence[Pass]) -> Iterator[Pass]:
         for kind, stage, k in rank:
-            if kind is _F:
+            is_early = bool(slicing.joins_weight) and k % n < n - 1  # for a joined W
+            if kind not in rules.falling:
                 yield Pass(kind, stage, units[k])
-            elif not slicing.joins_weight or k % n == n - 1:
-                yield Pass(kind, stage, turns[k])
-            elif kind is not _W:  # a joined W has no time before the last turn
-                yield Pass(_B, stage, turns[k])
+            elif not (is_early and kind is _W):
+                yield Pass(_B if is_early and kind is _BW else kind, stage, turns[k])
 
     ranks = tuple(tuple(passes(rank)) for rank in schedule.ranks)
-    return replace(schedule, ranks=ranks, rules=SlicedRules(slicing))
+    return replace(schedule, ranks=ranks, rules=rules)
 
 
 def with_numbers(schedule: Schedule) -> Schedule:

@@ -1,9 +1,10 @@
-"""The parts of a step: their order, and what happens where two want the same stage."""
+"""The parts of a step: their order, and what a stage is that several of them replace."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from ranks import RankPools
 
-from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import parts
 from megatron_zb.megatron_core.connections import WatchPart
 from megatron_zb.megatron_core.forward_backward import ForwardBackward
@@ -24,29 +24,43 @@ from megatron_zb.schedules.placement import looped
 PHYSICAL = PhysicalPlacement(looped(2))
 
 
+class Loud:
+    """A stage with an option."""
+
+    def __init__(self, *arguments: Any, word: str) -> None:
+        super().__init__(*arguments)
+        self.said = [word, *getattr(self, "said", [])]
+
+
+class Numbered:
+    """Another stage, which keeps what it is made of."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments, self.said = arguments, ["numbered"]
+
+
 class Replacing(StepPart):
     """Replaces the first stage."""
 
+    def __init__(self, by: Callable[..., Any]) -> None:
+        self._by = by
+
     def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
-        return type(self) if number == 0 else None
+        return self._by if number == 0 else None
 
 
-class AlsoReplacing(Replacing):
-    """Replaces it, too."""
-
-
-def test_two_parts_that_replace_the_same_stage_are_refused() -> None:
-    schedule = SimpleNamespace(name="v-half")
-    step: Any = SimpleNamespace(program=SimpleNamespace(schedule=schedule))
-    one = ForwardBackward(PHYSICAL, lambda *_: step.program, [], [StepPart(), Replacing()])
-    assert one._type_of_stage(0, step) is Replacing
+def test_a_stage_that_two_parts_replace_is_of_both_types() -> None:
+    step: Any = None
+    one = ForwardBackward(PHYSICAL, lambda *_: step, [], [StepPart(), Replacing(Numbered)])
+    assert one._type_of_stage(0, step) is Numbered
     assert one._type_of_stage(1, step) is MegatronStage
-    one.add(AlsoReplacing())
-    with pytest.raises(
-        UsageError, match=r"^Replacing and AlsoReplacing cannot be combined: both replace stage 0"
-    ):
-        one._type_of_stage(0, step)
-    assert one._type_of_stage(1, step) is MegatronStage
+    parts = [Replacing(partial(Loud, word="loud")), Replacing(Numbered)]
+    both = ForwardBackward(PHYSICAL, lambda *_: step, [], parts)
+    made = both._type_of_stage(0, step)(1, 2)
+    assert isinstance(made, Loud) and isinstance(made, Numbered)
+    assert (made.arguments, made.said) == ((1, 2), ["loud", "numbered"])
+    assert type(both._type_of_stage(0, step)(3)) is type(made)
+    assert both._type_of_stage(1, step) is MegatronStage
 
 
 @pytest.mark.parametrize("cuts_vocabulary", [True, False])

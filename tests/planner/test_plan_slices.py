@@ -20,6 +20,7 @@ from megatron_zb.job import settings
 from megatron_zb.megatron_core.refusals import Asked, of_arguments, refusals
 from megatron_zb.megatron_lm import argument_table
 from megatron_zb.parsing import GIB
+from megatron_zb.schedules import PassKind
 from megatron_zb.schedules.slices import costs_of
 from megatron_zb_plan import byte_counts
 from megatron_zb_plan.model_flags import model_flags
@@ -31,6 +32,7 @@ from megatron_zb_plan.prediction import (
     peak_of,
     predict,
 )
+from megatron_zb_plan.reasons import _said
 from megatron_zb_plan.request import read_training
 from megatron_zb_plan.search import Plan, _Looking, _Tried, search
 from megatron_zb_plan.settings import CountedSettings, EvenSplit, PlanJob, estimated_memory
@@ -47,6 +49,7 @@ from megatron_zb_plan.strategy import (
     strategies,
 )
 from megatron_zb_plan.table import as_json, flags
+from megatron_zb_plan.vocabulary import CountedShard
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
@@ -65,8 +68,10 @@ def cut(name: str, **strategy: Any) -> StageWorkload:
     return staged
 
 
-def plan(gib_per_gpu: float, choices: Choices = ONE, batch: int = 4) -> Plan:
-    job = PlanJob(LONG, a100(), 4, gib_per_gpu * GIB, batch, 32768, choices, vocabulary="off")
+def plan(
+    gib_per_gpu: float, choices: Choices = ONE, batch: int = 4, vocabulary: str = "off"
+) -> Plan:
+    job = PlanJob(LONG, a100(), 4, gib_per_gpu * GIB, batch, 32768, choices, vocabulary=vocabulary)
     candidates = with_slices(candidates_of(["zb-h1", "v-half"]), choices.slices, named=True)
     with briefly():
         return search(job, candidates, tries=2)
@@ -132,6 +137,36 @@ def test_what_ranks_of_a_slice_gather_and_scatter_is_what_a_hand_counts() -> Non
     alone = load(LONG, slices=8).layer(0) + load(LONG).layer(0) * -1
     assert more.weight == pytest.approx(alone.weight)
     assert shared.message() == ring.message() / 8
+
+
+def test_what_slices_add_to_a_shard_is_what_a_hand_counts() -> None:
+    whole, cut_up = (CountedShard(load(LONG, pipeline=4, slices=n)) for n in (1, 8))
+    device, rows = whole.load.device, LONG.vocabulary / 4
+    kernel, byte = device.kernels.seconds, 1 / device.memory_bandwidth.reached
+    assert cut_up.output - whole.output == pytest.approx(7 * 16 * kernel)
+    weight = 7 * 8 * kernel + 7 * 8 * rows * LONG.hidden_size * byte  # read and written once more
+    assert cut_up.weight - whole.weight == pytest.approx(weight)
+    assert cut_up.held == whole.held  # of a microbatch
+    for is_last in (False, True):
+        assert cut_up.passing(is_last=is_last) == pytest.approx(whole.passing(is_last=is_last) / 8)
+    assert cut_up.crowding(3, 0) == pytest.approx(whole.crowding(3, 0))
+
+
+def test_slices_are_planned_with_a_cut_vocabulary() -> None:
+    choices = replace(ONE, slices=(4,))
+    rows = {row.candidate: row for row in plan(20, choices, vocabulary="on").ranked}
+    row = rows["v-half sliced"]
+    assert row.cuts_vocabulary and row.slicing is not None and row.schedule is not None
+    kinds = {p.kind for rank in row.schedule.ranks for p in rank}
+    assert {*map(PassKind, "OPVEG")} <= kinds
+    given = " ".join(flags(row, 4)).split()
+    assert given[given.index("--pipeline-vocabulary") + 1] == "on"
+    parser = settings.add_megatron_lm_arguments(argument_table.parser_of("0.16"))
+    args = parser.parse_args([*model_flags(LONG), *given])
+    assert args.pipeline_slices.slices == row.slicing.slices == 4
+    assert [*refusals(of_arguments(args))] == []
+    words = f"v-half with --pipeline-slices {row.slicing} and --pipeline-vocabulary on"
+    assert _said(row) == words
 
 
 def test_slices_of_equal_time_take_equally_long() -> None:
@@ -289,7 +324,6 @@ def test_slices_are_long_enough_on_all_ranks_that_share_them() -> None:
             {"hybrid_layer_pattern": "*-"},
             "hybrid",
         ),
-        ({"vocabulary": "on"}, {"pipeline_vocabulary": "on"}, "--vocabulary on"),
         (
             {"post_validation": True},
             {"enable_optimizer_post_validation": True},
@@ -302,7 +336,7 @@ def test_what_training_refuses_with_slices_is_not_planned(
 ) -> None:
     asked = Asked(args=Namespace(**of_training), choice="", facts={"pipeline_slices": True})
     assert any(refusals(asked, only=("slices",)))
-    of_job = {n: changes[n] for n in ("vocabulary", "post_validation") if n in changes}
+    of_job = {n: changes[n] for n in ("post_validation",) if n in changes}
     model = small(**{n: value for n, value in changes.items() if n not in of_job})
     job = PlanJob(model, a100(), 4, 80 * GIB, 32, 32768, ONE, **of_job)
     with pytest.raises(UsageError, match=f"--slices: microbatches cannot be cut.*{why}"):

@@ -941,7 +941,7 @@ class Gaps(NamedTuple):
     seconds, the memory that the pass takes, or frees if negative, and the ``hop`` of its output.
     ``leads[r * width + k]`` is the code of the k-th F or B of rank r, of ``num_leads[r]``.
     ``partner`` is by code of F the backward that it is joined with, which is the next lead, or -1,
-    and ``of_pair`` the seconds of both.
+    and ``of_pair`` the seconds of both. ``turn_of[j]`` is the turn of the B that reads P of j.
     """
 
     num_microbatches: int
@@ -957,6 +957,7 @@ class Gaps(NamedTuple):
     limit: Any
     leads: Any
     num_leads: Any
+    turn_of: Any
     partner: Any
     of_pair: Any
 
@@ -1107,7 +1108,7 @@ def hand_on(gaps: Gaps, space: GapSpace, events: Any, code: int, rank: int, end:
             heappush(events, (arrival, gaps.rank[row - 1]))
     elif row == 3 * stages:
         counts[8 * ranks] += 1
-        ready[(2 * stages - 1) * m + j] = end
+        ready[(2 * stages - 1) * m + gaps.turn_of[j]] = end
         heappush(events, (end, gaps.end))
         for holder in range(ranks):
             if gaps.holders[holder]:

@@ -139,6 +139,28 @@ _PAIR_SECONDS = 0.5
 """Those of each search for passes to join, where passes communicate."""
 
 
+def fastest_with_vocabulary(
+    name: str,
+    placements: Sequence[Placement],
+    request: Request,
+    peak_microbatches: float,
+    *,
+    split: bool = True,
+) -> Schedule:
+    """Return the fastest schedule on one of the placements, with the passes of a cut embedding.
+
+    Raises:
+        UsageError: as :func:`search_with_vocabulary`.
+    """
+    found = [
+        search_with_vocabulary(name, placement, request, peak_microbatches, split=split)
+        for placement in placements
+    ]
+    if request.costs.cuts_embedding:
+        found = [with_embedding(schedule, request.costs) for schedule in found]
+    return min(found, key=lambda s: request.seconds(simulate(s, request.costs)))
+
+
 def search_with_vocabulary(
     name: str,
     placement: Placement,

@@ -172,6 +172,7 @@ class GapFiller:
             limit=engine.floats(limit),
             leads=engine.integers([c for each in leads for c in self._padded(each)]),
             num_leads=engine.integers([len(each) for each in leads]),
+            turn_of=engine.integers([costs.forward_of(j) for j in range(m)]),  # its own inverse
             **self._joined(order, costs, pairs),
         )
 
