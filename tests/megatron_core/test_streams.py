@@ -37,6 +37,7 @@ ON_TWO = {
     "vocabulary, zb-h1": Trial(VOCABULARY, "zb-h1"),
     "vocabulary, tied": Trial(replace(VOCABULARY, tied=True)),
     "slices, documents": Trial(replace(SLICES, documents="ends", rotary=True)),
+    "slices, vocabulary": Trial(replace(VOCABULARY, slices="4", tied=True), "v-zb"),
     "slices, interleaved": Trial(SLICES, "interleaved"),
     "slices, both": Trial(replace(SLICES, rotary=True), "v-half", **BOTH),
     "slices, selective": Trial(replace(SMALL_GPTS["selective"], slices="4"), "zb-h1"),
@@ -47,6 +48,9 @@ ON_FOUR = {
     "pairs, recomputed": Trial(PAIRED, "v-zb", pairs=True, dropped=True),
     "slices": Trial(replace(PARALLEL["expert"], slices="4")),
     "slices, experts, both": Trial(replace(PARALLEL["expert"], slices="4"), "zb-h1", **BOTH),
+    "slices, vocabulary, sequence": Trial(
+        replace(PARALLEL["sequence"], slices="4", vocabulary=True), "zb-h1"
+    ),
     "pairs, vocabulary": Trial(replace(PAIRED, vocabulary=True), "v-zb"),
     "pairs": Trial(PAIRED, "v-zb", pairs=True),
     "slices, sequence": Trial(replace(PARALLEL["sequence"], slices="4")),

@@ -80,10 +80,10 @@ class Device:
         self.order.launch(stream, self.all_bytes(reads), self.all_bytes(writes), what)
         return self.order.state(stream), stream
 
-    def collective(self, tensors: list[torch.Tensor], what: str) -> None:
+    def collective(self, reads: list[torch.Tensor], writes: list[torch.Tensor], what: str) -> None:
         """Enqueue a collective of Megatron's: all on one stream, and torch keeps their memory."""
-        self._collectives, stream = self.kernel_of(self._collectives_name, tensors, tensors, what)
-        for tensor in tensors:
+        self._collectives, stream = self.kernel_of(self._collectives_name, reads, writes, what)
+        for tensor in (*reads, *writes):
             self.record(tensor, stream)
 
     _collectives_name = "collectives"
@@ -331,9 +331,14 @@ class Noting(TorchDispatchMode):
         operator = _operator(func)
         if operator.is_collective:
             result = func(*args, **kwargs)
-            tensors = _tensors([*args])
-            if not any(map(DEVICE.is_on_host, tensors)):
-                DEVICE.collective(tensors, operator.name)
+            # their schemas do not say what is written; all but inputs may be
+            places = list(zip(operator.arguments, args, strict=False))
+            reads, writes = (
+                _tensors([given for (name, _), given in places if name.startswith("input") is only])
+                for only in (True, False)
+            )
+            if not any(map(DEVICE.is_on_host, (*reads, *writes))):
+                DEVICE.collective(reads, writes, operator.name)
             return result
         result = func(*args, **kwargs)
         if not operator.is_view:
