@@ -435,7 +435,7 @@ def _busy(staged: StageWorkload, timeline: Timeline) -> float:
     """
     if staged.overlaps_exchange or staged.drops:
         running = (1 - timeline.bubble_rate) * timeline.makespan
-        return running / timeline.schedule.num_microbatches
+        return running / timeline.schedule.rules.whole_microbatches(timeline.schedule)
     p = staged.placement.pipeline_size
     return sum(staged.rank_work(r).total for r in range(p)) / p
 

@@ -496,33 +496,50 @@ class _CountedSearch(PlanSearch):
                 break
             self.simulated += 1
             best = _fastest(filter(None, (best, next(found))))
-        if candidate.is_sliced:
-            self._enter(candidate.name, best, None, bool(self.tried))
-            return
         settings = self._promising_with_states(candidate, best)
         fitting = [row for row in self.each(searched, settings) if row is not None]
         self.simulated += len(settings)
         known = [best, *(row for row in fitting if not (row.dropped or row.moved))]
-        self.all_kept = best = _fastest(filter(None, known))
-        self.with_states = _fastest(row for row in fitting if row.dropped or row.moved)
-        if self.with_states is not None:
+        best = _fastest(filter(None, known))
+        with_states = _fastest(row for row in fitting if row.dropped or row.moved)
+        self.all_kept = _fastest(filter(None, (self.all_kept, best)))
+        self.with_states = _fastest(filter(None, (self.with_states, with_states)))
+        if with_states is not None:
             enough = best.tokens_per_gpu * (1 + WORTH_A_CHANGE) if best else 0.0
-            best = self.with_states if self.with_states.tokens_per_gpu > enough else best
+            best = with_states if with_states.tokens_per_gpu > enough else best
         self._enter(candidate.name, best, None, bool(self.tried))
 
     def _promising_with_states(
         self, candidate: ScheduleCandidate, best: Prediction | None
     ) -> list[tuple[float, StageWorkload, int]]:
-        """Return the most promising settings for recomputation or offload."""
-        job, found = self.job, []
-        for _, kept, m in self._promising(candidate) if job.drops or job.moves else ():
-            drops = job.drops and kept.load.strategy.recompute != "full"  # it drops them already
-            staged = replace(kept, drops=drops, moves=job.moves)
-            if (drops or job.moves) and staged.placement.num_stages * m <= _FORWARDS_WITH_STATES:
-                found.append((job.optimistic(staged, m), staged, m))
+        """Return the most promising settings for recomputation or offload.
+
+        They are some that nearly fit, and some that fit only if activations are dropped or moved.
+        """
+        job = self.job
+        if not (job.drops or job.moves):
+            return []
+        near = [(staged, m) for _, staged, m in self._promising(candidate)]
+        far = self.looking.settings.if_dropped(candidate)
         enough = best.tokens_per_gpu * (1 + WORTH_A_CHANGE) if best else 0.0
-        found.sort(key=lambda entry: -entry[0])
-        return [entry for entry in found if entry[0] >= enough][:_SEARCHES_OF_STATES]
+        found = []
+        for settings in (near, far):
+            entries = [self._with_states(candidate, *setting) for setting in settings]
+            able = [entry for entry in entries if entry is not None and entry[0] >= enough]
+            ordered = able if settings is far else sorted(able, key=lambda entry: -entry[0])
+            found += ordered[:_SEARCHES_OF_STATES]
+        return found
+
+    def _with_states(
+        self, candidate: ScheduleCandidate, kept: StageWorkload, m: int
+    ) -> tuple[float, StageWorkload, int] | None:
+        """Return a setting with recomputation or offload, and its bound; None if it has neither."""
+        drops = self.job.drops and kept.load.strategy.recompute != "full"  # it drops them already
+        staged = replace(kept, drops=drops, moves=self.job.moves)
+        is_large = not candidate.is_sliced and m * kept.placement.num_stages > _FORWARDS_WITH_STATES
+        if not (drops or self.job.moves) or is_large:
+            return None
+        return self.job.optimistic(staged, m), staged, m
 
     def _best_of_the_others(self, candidate: ScheduleCandidate) -> Prediction | None:
         """Return the best of the others as ``auto`` runs it.

@@ -175,6 +175,8 @@ def _peak(candidate: ScheduleCandidate, p: int, m: int, chunks: int | None) -> f
 SLACK = 1.1
 # Settings of each schedule whose layouts refine the formula before some are simulated.
 _REFINED = 40
+# Settings that fit only without activations whose layouts are looked for.
+_DROPPED = 4
 # Relative difference of rates by formula that decides nothing between numbers of chunks.
 _TIE = 0.002
 # Largest memory limit of auto, as a fraction of 1F1B's activations.
@@ -257,6 +259,8 @@ class PlanJob:
             seconds = bound(staged.placement, m, costs.for_placement(staged.placement), left)
         else:
             table = slicing.costs(costs, m).for_placement(staged.placement)
+            if table.has_states:  # memory bounds no time
+                left = [math.inf] * len(left)
             seconds = sliced_bound(staged.placement, table, left, slicing.slices, joined=False)
         seconds += at_least(staged, post_validation=self.post_validation)
         strategy = staged.load.strategy
@@ -349,6 +353,26 @@ class CountedSettings:
         splits = self.cut if candidate.cuts_vocabulary else self.whole
         found = (setting for split in splits for setting in self._of_split(split, candidate))
         return sorted(found, key=lambda setting: -setting.rate)
+
+    def if_dropped(self, candidate: ScheduleCandidate) -> list[tuple[StageWorkload, int]]:
+        """Return the workloads and microbatches of ``auto`` that fit only without activations.
+
+        The fastest are first by a formula in which forwards of the share that does not fit run
+        twice. Their placement is the V.
+        """
+        of_v = replace(candidate, family="v-zb")
+        found = []
+        for split in self.cut if candidate.cuts_vocabulary else self.whole:
+            fixed = split.states.total + split.load.device.reserved_bytes
+            for setting in self._of_split(split, of_v):
+                held = setting.memory - fixed
+                share = (setting.memory - self.job.memory) / held
+                if 0 < share < 1 and split.load.strategy.recompute != "full":
+                    again = share * setting.m * split.rank.forward
+                    found.append(replace(setting, seconds=setting.seconds + again))
+        found.sort(key=lambda setting: -setting.rate)
+        cut = ((setting.staged(), setting.m) for setting in found[:_DROPPED])
+        return [(staged[0], m) for staged, m in cut if staged]
 
     def _of_split(self, split: EvenSplit, candidate: ScheduleCandidate) -> Iterator[CountedSetting]:
         load, strategy = split.load, split.load.strategy

@@ -226,7 +226,8 @@ class StageWorkload:
 
     def _with_states(self, costs: Costs) -> Costs:
         if self.drops:
-            costs = costs.with_recomputation(kept_input=self.load.message())
+            message = self.load.message() / self.load.largest_slice  # of a whole microbatch
+            costs = costs.with_recomputation(kept_input=message)
         if self.moves and (host := self.load.device.host) is not None:
             costs = costs.with_offload(
                 seconds=[host.seconds(held) for held in costs.activation],

@@ -21,6 +21,7 @@ from megatron_zb.megatron_core.refusals import Asked, of_arguments, refusals
 from megatron_zb.megatron_lm import argument_table
 from megatron_zb.parsing import GIB
 from megatron_zb.schedules import PassKind
+from megatron_zb.schedules.placement import v_shape
 from megatron_zb.schedules.slices import costs_of
 from megatron_zb_plan import byte_counts
 from megatron_zb_plan.model_flags import model_flags
@@ -34,7 +35,7 @@ from megatron_zb_plan.prediction import (
 )
 from megatron_zb_plan.reasons import _said
 from megatron_zb_plan.request import read_training
-from megatron_zb_plan.search import Plan, _Looking, _Tried, search
+from megatron_zb_plan.search import Plan, _Looking, _Tried, search, searched_by_auto
 from megatron_zb_plan.settings import CountedSettings, EvenSplit, PlanJob, estimated_memory
 from megatron_zb_plan.slices import unrolled, with_slices
 from megatron_zb_plan.stages import StageWorkload, cut_into_stages
@@ -391,3 +392,33 @@ def test_figures_of_long_samples_are_those_of_the_results() -> None:
                 continue
             memory = row["memory"]["total"] / GIB
             assert said == f"{row['tokens_per_second_per_gpu']:.0f} ({memory:.1f})"
+
+
+def test_slices_that_are_dropped_are_planned() -> None:
+    """Where a V of slices does not fit, auto recomputes some; the limit is kept."""
+    choices = replace(ONE, slices=(8,))
+    job = PlanJob(LONG, a100(), 4, 10.4 * GIB, 8, 32768, choices, drops=True)
+    (auto,) = sliced(candidates_of(["auto"])[2:], named=True)
+    staged, m = cut("v-zb", slices=8), 8
+    kept, dropped = (replace(staged, drops=drops) for drops in (False, True))
+    assert dropped.costs(blocking=False).kept_input == 2 * 32768 * LONG.hidden_size  # in 16 bits
+    assert searched_by_auto(job, auto, kept, m) is None
+    row = searched_by_auto(job, auto, dropped, m)
+    assert row is not None
+    assert 0 < row.dropped < 0.5
+    assert row.memory.total <= job.memory
+    assert row.tokens_per_gpu < job.optimistic(dropped, m)
+    assert row.bubble == pytest.approx(row.timeline.bubble_rate)
+    given = flags(row, m)
+    assert {"--pipeline-recompute auto", f"--pipeline-slices {row.slicing}"} <= {*given}
+
+
+def test_only_settings_whose_activations_do_not_fit_are_counted_with_drops() -> None:
+    choices = replace(ONE, slices=(8,), recompute=("none", "full"))
+    for gib_per_gpu, count in ((7, 2), (40, 0)):
+        job = PlanJob(LONG, a100(), 4, gib_per_gpu * GIB, 8, 32768, choices, drops=True)
+        (auto,) = sliced(candidates_of(["auto"])[2:], named=True)
+        found = CountedSettings.of(job).if_dropped(auto)
+        assert len(found) == count  # equal slices and such of equal time
+        for staged, m in found:
+            assert (staged.load.strategy.recompute, staged.placement, m) == ("none", v_shape(4), 8)
