@@ -43,6 +43,8 @@ _HOPELESS = 0.97
 # Most settings in which auto searches, and the least lead that a setting must allow.
 _SEARCHES = 3
 _WORTH_A_SEARCH = 1.001
+# Most memory limits to search an order within.
+_LIMITS = 3
 # Most settings to search with recomputation or offload, and most forwards of one.
 _SEARCHES_OF_STATES = 2
 _FORWARDS_WITH_STATES = 1100
@@ -321,10 +323,24 @@ def _ordered(job: PlanJob, setting: CountedSetting, staged: StageWorkload) -> Or
 def searched_by_auto(
     job: PlanJob, candidate: ScheduleCandidate, staged: StageWorkload, m: int
 ) -> Prediction | None:
-    """Predict the order that ``auto`` finds in a setting within its memory limit; None if none."""
-    limit = job.memory_fraction(staged, staged.costs(blocking=False))
-    if limit is None:
-        return None
+    """Predict the order that ``auto`` finds in a setting within its memory limit; None if none.
+
+    Costs may count less than an order needs: then it is sought once more, in less memory.
+    """
+    less = 0.0
+    for _ in range(_LIMITS):
+        limit = job.memory_fraction(staged, staged.costs(blocking=False), less=less)
+        order = None if limit is None else _within(job, candidate, staged, m, limit)
+        if order is None or order.memory.total <= job.memory:
+            return None if order is None else replace(order.predicted(), memory_limit=limit)
+        less += order.memory.total - job.memory
+    return None
+
+
+def _within(
+    job: PlanJob, candidate: ScheduleCandidate, staged: StageWorkload, m: int, limit: float
+) -> Ordered | None:
+    """Return what ``auto`` finds within a limit, a share of 1F1B's activations; None if nothing."""
 
     def build(costs: Costs, microbatches: int) -> Schedule:
         return schedules.build(
@@ -342,12 +358,9 @@ def searched_by_auto(
     chunks = staged.placement.chunks
     try:
         chosen = chunks if chunks > 1 else None
-        order = ordered(staged, candidate, job.iteration(m), chosen, build)
+        return ordered(staged, candidate, job.iteration(m), chosen, build)
     except UsageError:
         return None
-    if order.memory.total > job.memory:
-        return None
-    return replace(order.predicted(), memory_limit=limit)
 
 
 class _CountedSearch(PlanSearch):

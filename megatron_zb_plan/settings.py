@@ -267,8 +267,12 @@ class PlanJob:
         gpus = strategy.tensor * strategy.pipeline * strategy.data
         return m * staged.load.tokens * strategy.data / seconds / gpus
 
-    def memory_fraction(self, staged: StageWorkload, costs: Costs) -> float | None:
+    def memory_fraction(
+        self, staged: StageWorkload, costs: Costs, *, less: float = 0.0
+    ) -> float | None:
         """Return the memory left for activations on the fullest rank, a ``memory_limit``.
+
+        ``less`` bytes are left free.
 
         It is a fraction of 1F1B's peak, rounded down to hundredths, or to thousandths where little
         may do; None where nothing is left.
@@ -276,7 +280,7 @@ class PlanJob:
         ranks = range(staged.placement.pipeline_size)
         in_backward = max(held.in_backward for held in staged.held_by_slices)
         snapshots = [staged.states[r].optimizer if self.snapshot else 0.0 for r in ranks]
-        left = min(self.memory - costs.fixed[r] - snapshots[r] - in_backward for r in ranks)
+        left = min(self.memory - costs.fixed[r] - snapshots[r] for r in ranks) - in_backward - less
         steps = 1000 if staged.drops or staged.moves or staged.slicing else 100
         limit = math.floor(steps * left / costs.one_f_one_b_peak()) / steps
         return min(limit, _MOST_FRACTION) if limit > 0 else None

@@ -473,7 +473,7 @@ class TokenCounts:
     def __init__(self, reading: SlicedReading | None, cut: Cut, step: Step) -> None:
         self._reading, self._cut = reading, cut
         self._group = step.pg_collection.tp
-        self._found: tuple[int, torch.Tensor] = (-1, torch.empty(0))
+        self._found: dict[int, torch.Tensor] = {}
 
     def of(self, unit: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the numbers of this rank's tokens of a slice, of all of it, and of its microbatch.
@@ -484,9 +484,9 @@ class TokenCounts:
             UsageError: the data has no loss mask.
         """
         j, i = divmod(unit, self._cut.slices)
-        if self._found[0] != j:
-            self._found = j, self._counted(j)
-        own, of_group = self._found[1]
+        if j not in self._found:
+            self._found[j] = self._counted(j)
+        own, of_group = self._found[j]
         return own[i], of_group[i], of_group.sum()
 
     def _counted(self, microbatch: int) -> torch.Tensor:

@@ -117,16 +117,19 @@ class MegatronStage(AutogradStage):
 
     @contextmanager
     def _repeating(self, microbatch: int) -> Iterator[None]:
-        """Read and draw the same as the forward has done.
+        """Read and draw the same as the forward has done, and report nothing once more.
 
         A router counts the tokens of a forward only if it has gradients, and so once.
         """
-        now, start = RandomState(), self._past.pop(microbatch)
+        now, start, step = RandomState(), self._past.pop(microbatch), self._step
         start.go_back()
+        reported, tokens = step.forward_data_store, step.total_num_tokens
+        step.forward_data_store, step.total_num_tokens = [], tokens.clone()
         with self._reading(start):
             try:
                 yield
             finally:
+                step.forward_data_store, step.total_num_tokens = reported, tokens
                 now.restore()
 
     @contextmanager

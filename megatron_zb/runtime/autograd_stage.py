@@ -224,12 +224,15 @@ class AutogradStage:
             self._live[microbatch] = (activation, self._start_of_backward(output))
         return None if self._is_last else output.detach()
 
-    def _forward_dropped(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+    def _forward_dropped(
+        self, microbatch: int, activation: torch.Tensor | None
+    ) -> torch.Tensor | None:
         self._hold(activation)
         self._inputs[microbatch] = activation
         with torch.no_grad(), self._remembering(microbatch):
             output = self._compute(microbatch, activation)
-        return output.detach()  # parts of Megatron's layers turn gradients on again
+        # parts of Megatron's layers turn gradients on again
+        return None if self._is_last else output.detach()
 
     def recompute(self, microbatch: int) -> None:
         """Run R: repeat a forward that kept only its input, now with all that B needs."""

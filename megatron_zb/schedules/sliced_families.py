@@ -147,8 +147,8 @@ def _ordered(name: str, request: Request, slicing: Slicing) -> Schedule:
     return schedule
 
 
-_MORE = (1.0, 1.5, 3.0)
-"""Memory of the orders that are made to fit, in those of the limit."""
+_MORE = (1.5, 3.0)
+"""Memory of further orders that are made to fit, in that of the first one."""
 _NEAR = 1.005
 """A step, in its lower bound, that nothing dropped or moved makes much shorter."""
 
@@ -162,27 +162,31 @@ def _with_states(name: str, request: Request, slicing: Slicing) -> Schedule:
         UsageError: nothing keeps the limit.
     """
     costs, limit = request.costs, request.limit.per_rank(request.costs)
-    orders: list[Schedule] = []
-    least = 0.0
     if limit is None:
         orders = [_ordered(name, request, slicing)]
-        most = max(simulate(orders[0], costs).peak_memory)
-        limit = (most,) * request.pipeline_size
-    for more in _MORE[len(orders) :]:
-        if orders and _is_near_bound(orders[0], request, slicing):
-            break
-        try:
-            orders.append(_ordered_within([more * most for most in limit], name, request, slicing))
-        except LimitTooSmall as error:
-            least = error.needed
-    if not orders:
-        orders = [_ordered_within([least] * request.pipeline_size, name, request, slicing)]
+        base = limit = (max(simulate(orders[0], costs).peak_memory),) * request.pipeline_size
+    else:
+        orders, base = _first_order(limit, name, request, slicing)
+    for more in _MORE:
+        if not _is_near_bound(orders[0], request, slicing):
+            orders.append(_ordered_within([more * most for most in base], name, request, slicing))
     found = fitted(orders, costs, limit)
     if not found:
         needed = min((least_if_dropped(order, costs) for order in orders), key=max)
         request.check_feasible(name, limit, needed)
         raise UsageError(f"{name} with slices: no order fits that moves activations to the host")
     return fuse_for_free(min(found, key=request.seconds).schedule, costs)
+
+
+def _first_order(
+    limit: tuple[float, ...], name: str, request: Request, slicing: Slicing
+) -> tuple[list[Schedule], tuple[float, ...]]:
+    """Return an order that keeps all activations within a limit, or within what that needs."""
+    try:
+        return [_ordered_within(limit, name, request, slicing)], limit
+    except LimitTooSmall as error:
+        limit = (error.needed,) * request.pipeline_size
+        return [_ordered_within(limit, name, request, slicing)], limit
 
 
 def _ordered_within(

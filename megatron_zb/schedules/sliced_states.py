@@ -32,21 +32,41 @@ def fitted(orders: Iterable[Schedule], costs: Priced, limit: Sequence[float]) ->
         costs: those with :meth:`~costs.Costs.with_recomputation` or with ``with_offload``.
         limit: memory of each rank, in units of activation.
     """
-    found = []
+    found: list[Timeline] = []
+    tried: list[Schedule | None] = []
     for order in orders:
         timeline = simulate(order, costs)
         if keeps(timeline.peak_memory, limit):
             found.append(timeline)
             continue
-        tried = [with_recomputation(order, costs, limit)] if timeline.costs.recompute else []
-        tried += [place_moves(split_all(order), costs, limit)] if timeline.costs.copy else []
-        found += [simulate(each, costs) for each in tried if each is not None]
+        early = _with_early_weights(order)
+        for each in (order, early) if early.ranks != order.ranks else (order,):
+            if timeline.costs.recompute:
+                tried.append(with_recomputation(each, costs, limit))
+            if timeline.costs.copy:
+                tried.append(place_moves(split_all(each), costs, limit))
+    found += [simulate(each, costs) for each in tried if each is not None]
     return [it for it in found if keeps(it.peak_memory, limit)]
 
 
+def _with_early_weights(order: Schedule) -> Schedule:
+    """Return an order with every W right behind its B, which holds the least for them."""
+    ranks = []
+    for passes in order.ranks:
+        weights = {p for p in passes if p.kind is PassKind.W}
+        line: list[Pass] = []
+        for p in passes:
+            if p.kind is not PassKind.W:
+                line.append(p)
+            if p.kind is PassKind.B and (w := p._replace(kind=PassKind.W)) in weights:
+                line.append(w)
+        ranks.append(tuple(line))
+    return replace(order, ranks=tuple(ranks))
+
+
 def least_if_dropped(order: Schedule, costs: Priced) -> list[float]:
-    """Return the memory that each rank needs if it drops every slice that it can."""
-    timeline = simulate(order, costs)
+    """Return the memory that each rank needs if it drops or moves every slice that it can."""
+    timeline = simulate(_with_early_weights(order), costs)
     return [max(_SlicedRank(timeline, rank).held, default=0.0) for rank in range(len(order.ranks))]
 
 
@@ -69,7 +89,8 @@ class _SlicedRank:
 
     def __init__(self, timeline: Timeline, rank: int) -> None:
         schedule, self._costs = timeline.schedule, timeline.costs
-        last = schedule.placement.num_stages - 1
+        # only what is dropped can be of the last stage
+        kept = None if self._costs.recompute else schedule.placement.num_stages - 1
         times = zip(schedule.ranks[rank], timeline.start[rank], timeline.end[rank], strict=True)
         self._line: list[Pass] = []
         self._forward: dict[tuple[int, int], tuple[int, float]] = {}
@@ -79,7 +100,7 @@ class _SlicedRank:
             unit = p.stage, p.microbatch
             if p.kind is PassKind.F:
                 self._forward[unit] = len(self._line), end
-            elif p.kind in _BACKWARD and p.stage != last:
+            elif p.kind in _BACKWARD and p.stage != kept:
                 self._lives.append((start - self._forward[unit][1], unit))
                 self._again[unit] = len(self._line)
                 self._line.append(p._replace(kind=PassKind.R))

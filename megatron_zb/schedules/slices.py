@@ -24,7 +24,7 @@ from typing import Any, overload
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import Written
 from megatron_zb.schedules.costs import Costs, Scale
-from megatron_zb.schedules.kinds import Kind, Memory
+from megatron_zb.schedules.kinds import Home, Kind, Memory
 from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, Sizes, TrainingRules
@@ -353,8 +353,13 @@ class SlicedRules(TrainingRules):
 
     @cached_property
     def by_kind(self) -> dict[PassKind, Kind]:
-        """Entries of the table; a joined W frees what all slices have left for it."""
+        """Entries of the table; a joined W frees what all slices have left for it.
+
+        The last stage may drop slices, too: B of a microbatch's first slice follows that of its
+        last one, not F.
+        """
         kinds = {it.kind: it for it in (*self.whole.kinds, *self.more)}
+        kinds[PassKind.R] = replace(kinds[PassKind.R], home=Home.STAGES)
         for moved, sign in ((PassKind.D, 1), (PassKind.H, -1)):
             kind = kinds[moved]
             kinds[moved] = replace(kind, memory=(*kind.memory, (_STAYS, sign)))

@@ -397,7 +397,7 @@ def test_figures_of_long_samples_are_those_of_the_results() -> None:
 def test_slices_that_are_dropped_are_planned() -> None:
     """Where a V of slices does not fit, auto recomputes some; the limit is kept."""
     choices = replace(ONE, slices=(8,))
-    job = PlanJob(LONG, a100(), 4, 10.4 * GIB, 8, 32768, choices, drops=True)
+    job = PlanJob(LONG, a100(), 4, 10 * GIB, 8, 32768, choices, drops=True)
     (auto,) = sliced(candidates_of(["auto"])[2:], named=True)
     staged, m = cut("v-zb", slices=8), 8
     kept, dropped = (replace(staged, drops=drops) for drops in (False, True))
@@ -405,9 +405,10 @@ def test_slices_that_are_dropped_are_planned() -> None:
     assert searched_by_auto(job, auto, kept, m) is None
     row = searched_by_auto(job, auto, dropped, m)
     assert row is not None
-    assert 0 < row.dropped < 0.5
+    assert 0 < row.dropped < 0.8
     assert row.memory.total <= job.memory
     assert row.tokens_per_gpu < job.optimistic(dropped, m)
+    assert row.timeline is not None
     assert row.bubble == pytest.approx(row.timeline.bubble_rate)
     given = flags(row, m)
     assert {"--pipeline-recompute auto", f"--pipeline-slices {row.slicing}"} <= {*given}

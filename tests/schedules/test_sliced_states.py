@@ -94,14 +94,14 @@ def test_nothing_is_dropped_where_there_is_room() -> None:
 
 
 def test_all_that_can_be_is_dropped_at_the_least_limit() -> None:
-    """Each R right before its B; below, nothing fits. The last stage drops nothing."""
+    """Each R right before its B; below, nothing fits. The last stage drops slices, too."""
     order, costs = tiny()
     least = least_if_dropped(order, costs)
     found = with_recomputation(order, costs, least)
     assert found is not None
     found.validate()
     assert keeps(held(found, costs), least)
-    assert {stage for stage, _ in found.dropped} == {0, 1}
+    assert {stage for stage, _ in found.dropped} == {0, 1, 2}
     for rank in found.ranks:
         for before, behind in pairwise(rank):
             if before.kind is PassKind.R:
@@ -135,8 +135,8 @@ def test_keys_and_values_of_dropped_and_moved_slices_stay() -> None:
         without, beside = ((each, costs_of(each, costs)) for each in of_rules)
         *others, last = held(*without)  # the last rank keeps all
         limit = [*(0.6 * most for most in others), last]
-        (found,) = fitted([without[0]], without[1], limit)
+        found = fitted([without[0]], without[1], limit)[0]
         again = replace(found.schedule, rules=beside[0].rules)
         assert not keeps(held(again, beside[1]), limit)
-        (fitting,) = fitted([beside[0]], beside[1], limit)
-        assert keeps(fitting.peak_memory, limit)
+        fitting = fitted([beside[0]], beside[1], limit)
+        assert fitting and all(keeps(each.peak_memory, limit) for each in fitting)

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.kinds import Home
 from megatron_zb.schedules.passes import Pass, PassKind
 
 _BACKWARD = (PassKind.B, PassKind.BW)
@@ -17,17 +18,22 @@ OF_STATE = {
 
 
 def with_states(schedule: Schedule, seed: int, drop: float = 0.0, move: float = 0.0) -> Schedule:
-    """The same order, with R, or D and H, of shares of the units anywhere between F and B."""
+    """The same order, with R, or D and H, of shares of the units anywhere between F and B.
+
+    The last stage has R of slices alone.
+    """
     dice = random.Random(seed)
-    last = schedule.placement.num_stages - 1
+    last, r = schedule.placement.num_stages - 1, schedule.rules.by_kind[PassKind.R]
     ranks = []
     for passes in schedule.ranks:
         line = list(passes)
         for p in passes:
-            if p.kind is not PassKind.F or p.stage == last:
+            if p.kind is not PassKind.F or (p.stage == last and r.home is not Home.STAGES):
                 continue
             at = dice.random()
             state = "drop" if at < drop else "move" if at < drop + move else "keep"
+            if p.stage == last and state == "move":  # only slices are dropped there
+                continue
             _insert(line, p, OF_STATE[state], dice)
         ranks.append(tuple(line))
     return replace(schedule, ranks=tuple(ranks)).validate()
