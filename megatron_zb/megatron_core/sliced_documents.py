@@ -101,6 +101,13 @@ class Documents:
         """Return where the document of each token starts, by sequence and token, on the CPU."""
         return self._starts[microbatch]
 
+    def ends(self, microbatch: int) -> torch.Tensor:
+        """Return the borders of all documents, with the samples put behind each other."""
+        starts = self.starts(microbatch)
+        samples, length = starts.shape
+        borders = (starts + length * torch.arange(samples)[:, None]).unique()
+        return torch.cat([borders, borders.new_tensor([starts.numel()])])
+
     def positions(self, microbatch: int, start: int, end: int) -> torch.Tensor:
         """Return positions of tokens in their documents, by token and sequence."""
         return (torch.arange(start, end) - self.starts(microbatch)[:, start:end]).t()

@@ -68,7 +68,7 @@ class SlicesPart(StepPart):
 
         With None, the first stage looks for ends in every step.
         """
-        self._cuts: list[Cut] = []
+        self.cuts: list[Cut] = []
         self._layers: list[Prefix | WholeRouting] = []
         self._readers: list[SlicedReading | None] = []
 
@@ -89,8 +89,8 @@ class SlicesPart(StepPart):
         Raises:
             UsageError: a layer mixes tokens by other means than causal attention to all of them.
         """
-        self._cuts = [Cut(()) for _ in chunks]
-        for cut, chunk in zip(self._cuts, chunks, strict=True):
+        self.cuts = [Cut(()) for _ in chunks]
+        for cut, chunk in zip(self.cuts, chunks, strict=True):
             if not isinstance(chunk, GPTModel):
                 raise UsageError(
                     f"{FLAG} is for GPTModel, not for {type(chunk).__name__}: leave it out"
@@ -106,7 +106,7 @@ class SlicesPart(StepPart):
     def before_step(self, step: Step) -> None:
         context = ContextShare(step.pg_collection.cp)
         borders = borders_of(self.slicing, step, context)
-        for cut in self._cuts:
+        for cut in self.cuts:
             cut.borders, cut.forward_only, cut.context = borders, step.forward_only, context
         lengths = [end - start for start, end in pairwise(borders)]
         shapes = [
@@ -121,7 +121,7 @@ class SlicesPart(StepPart):
         step.data_iterators = list(self._readers)
         if self.documents is None:
             self._find_documents(step)
-        for cut, reader in zip(self._cuts, self._readers, strict=True) if self.documents else ():
+        for cut, reader in zip(self.cuts, self._readers, strict=True) if self.documents else ():
             starts = None if reader is None else reader.read_ahead(step.num_microbatches)
             groups = [step.pg_collection.tp]
             cut.documents = Documents(starts, step, groups, restarts=self.documents == ENDS)
@@ -141,14 +141,14 @@ class SlicesPart(StepPart):
                 reader.has_documents = True
             starts = None if first is None else first.read_ahead(step.num_microbatches)
             documents = Documents(starts, step, groups, restarts=True)
-        for cut in self._cuts:
+        for cut in self.cuts:
             cut.documents = documents
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any]:
         return SlicedStage
 
     def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
-        stage.cut = self._cuts[stage.chunk]
+        stage.cut = self.cuts[stage.chunk]
         stage.staying = stage.cut.storages
         stage.joins_weight = bool(self.slicing_of(step).joins_weight)
         stage.reading = self.reading
@@ -165,7 +165,7 @@ class SlicesPart(StepPart):
     def after_step(self, step: Step) -> None:
         for layer in self._layers:
             layer.kept.clear()
-        for cut in self._cuts:
+        for cut in self.cuts:
             cut.storages.clear()
         if all(isinstance(record, Record) for record in step.forward_data_store):
             whole = _joined_records(step.forward_data_store, self.slicing.slices)

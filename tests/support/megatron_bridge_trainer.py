@@ -307,7 +307,7 @@ def packed_batches(form: str) -> Iterator[dict[str, Any]]:
     """Samples of several documents, whose ends have the names of Bridge's data of today or before.
 
     A document has up to one token of padding, and a sample ends with two. With the form "mask",
-    attention keeps to documents by a mask.
+    attention keeps to documents by a mask; with "unpacked", to nothing.
     """
     draw = torch.Generator().manual_seed(3)
     places = torch.arange(LENGTH)
@@ -333,6 +333,8 @@ def packed_batches(form: str) -> Iterator[dict[str, Any]]:
 def _documents(form: str, ends: torch.Tensor, real_ends: torch.Tensor) -> dict[str, Any]:
     """What a microbatch has of its documents, whose padding the real ends leave out."""
     longest = ends.diff().max()[None]
+    if form == "unpacked":
+        return {}
     if form == "mask":
         number = torch.bucketize(torch.arange(LENGTH), ends, right=True)
         later = torch.ones(LENGTH, LENGTH).triu(1).bool()

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,28 @@ def rotated() -> tuple[bool, bool]:
 def test_positions_of_packed_documents_restart_on_every_stage(two: RankPool) -> None:
     """Attention has the distance between tokens only, so that losses do not show it."""
     assert two.run(rotated) == [(True, False)] * 2
+
+
+def counted(form: str) -> tuple[Any, Any]:
+    """What Bridge counts of a step's tokens to tell its FLOP/s, and what whole samples have."""
+    from megatron.bridge.training.utils.flop_utils import accumulate_flops_metadata
+    from megatron_bridge_trainer import MICROBATCHES, packed_batches
+
+    batches, whole = partial(packed_batches, form), SimpleNamespace()
+    with bridge_job("v-half", 4, {}, batches=batches) as (job, _):
+        job.state.cfg.dataset.enable_offline_packing = True  # all stages have tokens then
+        job.train_one_step()
+    for batch in islice(batches(), MICROBATCHES):
+        ends = batch.get("cu_seqlens_q_padded")
+        accumulate_flops_metadata(whole, batch["tokens"], cu_seqlens=ends)
+    found = {name: value for name, value in vars(job.state).items() if "_flops_" in name}
+    return found, vars(whole)
+
+
+@pytest.mark.parametrize("form", ["current", "unpacked"])
+def test_tokens_of_slices_are_counted_once(two: RankPool, form: str) -> None:
+    for found, expected in two.run(counted, form=form):
+        assert found == expected
 
 
 def losses_of(steps: Steps) -> list[dict[str, float]]:
