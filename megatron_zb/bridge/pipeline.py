@@ -36,6 +36,7 @@ from megatron_zb.megatron_core.model_ends import tie_embeddings, tied_weights
 from megatron_zb.megatron_core.placement import StageLayout
 from megatron_zb.megatron_core.planned_steps import LengthsOf, ReadAhead
 from megatron_zb.megatron_core.refusals import Asked
+from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.megatron_lm import fingerprint
 from megatron_zb.megatron_lm.adapter_of_arguments import (
@@ -78,6 +79,8 @@ def _tie(original: Any, importer: Any, model: Any) -> None:
         tie_embeddings(chunks)
 
 
+_COUNTING_MODULE = "megatron.bridge.training.utils.flop_utils"
+_COUNT = "accumulate_flops_metadata"
 _INSTALLED = "_installed_by_megatron_zb_bridge"
 
 # Settings of arguments and configs for the layers of a stage; a layout takes their place.
@@ -107,7 +110,7 @@ class Pipeline:
             self.adapter.say(line)
         self._run = _Run(self, args)
         self.prepare(model)
-        self._ties_imports = False
+        self._ties_imports = self._counts_slices = False
         self._undo = list(self._hooks())
         setattr(schedules.get_forward_backward_func, _INSTALLED, True)
 
@@ -273,6 +276,14 @@ class Pipeline:
             self._ties_imports = undo is not None
             self._undo += [] if undo is None else [undo]
 
+    def _count_slices(self) -> None:
+        """Let Megatron-Bridge, which may be here only by now, count microbatches, not slices."""
+        counting = sys.modules.get(_COUNTING_MODULE)
+        is_late = self.adapter.current.slicing is not None and not self._counts_slices
+        if is_late and hasattr(counting, _COUNT):
+            self._counts_slices = True
+            self._undo.append(replace(counting, _COUNT, self._run.count_tokens, is_anybodys))
+
     def _hooks(self) -> Iterator[Undo]:
         run = self._run
         everywhere = partial(replace, holds=is_anybodys)
@@ -403,6 +414,7 @@ class _Run(ScheduledRun):
     def _prepare_model(self) -> None:
         super()._prepare_model()
         self._pipeline._tie_imports()
+        self._pipeline._count_slices()
         for chunk in self._chunks:
             self._placed_chunks.add(chunk)
             chunk.register_forward_pre_hook(self._refuse_others)
@@ -415,6 +427,15 @@ class _Run(ScheduledRun):
                 "something else, which has its stages in another order: run it with what "
                 "get_forward_backward_func() returns while the schedule is installed"
             )
+
+    def count_tokens(self, original: Any, state: Any, tokens: Any, **more: Any) -> None:
+        """Count the tokens of a microbatch with its first slice, and those of its documents."""
+        cut = self.adapter.part(SlicesPart).cuts[more.get("vp_stage") or 0]
+        if tokens is None or cut.slice > 0:
+            return
+        if cut.documents is not None:
+            more["cu_seqlens"] = cut.documents.ends(cut.microbatch)
+        original(state, tokens.new_empty(len(tokens), cut.borders[-1], device="meta"), **more)
 
     def _forward_backward(self, **arguments: Any) -> Any:
         model = arguments["model"]

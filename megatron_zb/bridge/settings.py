@@ -42,7 +42,8 @@ class Settings(ScheduleSettings):
         microbatch_group_size_per_vp_stage: of schedules that take a group size.
         pipeline_model_parallel_layout: layers of every stage in model order, ``Ett|tt|tt|ttL``.
         pipeline_slices: token slices of every microbatch, a number or ``auto``. The trainer's data
-            are then dictionaries of tensors with the sequence as an axis, not packed.
+            are then dictionaries of tensors with the sequence as an axis. Attention keeps to the
+            documents of packed samples, whose ends (``cu_seqlens``) the first stage reads.
         pipeline_layer_layout: ``auto`` or a file of ``--pipeline-profile`` balances them.
         pipeline_vocabulary: ``on`` cuts output layer and embedding over the pipeline ranks of one
             model, which is then called with labels alone; ``auto`` where that is faster.

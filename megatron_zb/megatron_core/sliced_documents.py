@@ -8,7 +8,7 @@ kernel for packed sequences is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -21,19 +21,31 @@ from megatron_zb.megatron_core.sliced_context import ContextShare
 from megatron_zb.megatron_core.step import Step, device
 
 MASK, ENDS = "mask", "ends"
-OF_DOCUMENTS = frozenset({"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"})
+_ENDS = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_padded", "cu_seqlens")
+"""Ends of documents in the data of Megatron-LM and of Megatron-Bridge, padding counted if known."""
+OF_DOCUMENTS = frozenset({"attention_mask", *_ENDS}) | frozenset(
+    "cu_seqlens_argmin cu_seqlens_kv cu_seqlens_kv_padded cu_seqlens_unpadded total_tokens "
+    "cu_seqlens_unpadded_argmin max_seqlen max_seqlen_kv max_seqlen_q".split()
+)
 """What the data has of documents, which is not cut along the sequence."""
+
+
+def ends_in(microbatch: Any) -> torch.Tensor | None:
+    """Return the ends of documents in a microbatch, the padding behind each included, if any."""
+    if not isinstance(microbatch, Mapping):
+        return None
+    return next((ends for name in _ENDS if (ends := microbatch.get(name)) is not None), None)
 
 
 def starts_of(microbatch: Mapping[str, Any], length: int) -> torch.Tensor:
     """Return where the document of each token starts, by sequence and token.
 
+    Ends may be followed by -1, and repeat the last one.
+
     Raises:
         UsageError: the data has neither the ends of documents nor a mask.
     """
-    ends = microbatch.get("cu_seqlens_padded")
-    ends = microbatch.get("cu_seqlens") if ends is None else ends
-    if ends is not None:
+    if (ends := ends_in(microbatch)) is not None:
         places = torch.arange(length, device=ends.device)
         borders = [row.long().unique() for row in ends.view(-1, ends.shape[-1])]
         return torch.stack([b[torch.bucketize(places, b, right=True) - 1] for b in borders])
@@ -47,23 +59,38 @@ def starts_of(microbatch: Mapping[str, Any], length: int) -> torch.Tensor:
 
 
 class Documents:
-    """Starts of documents in the microbatches of a step, the same on all tensor ranks.
+    """Starts of documents in the microbatches of a step, the same on all ranks of some groups.
 
-    Made before the passes, since what tensor ranks exchange is waited for. Collective over them.
+    Made before the passes, since what ranks exchange is waited for. Collective over the groups.
 
     Args:
         read: starts by microbatch, where this rank reads data.
         restarts: whether positions count from the start of a document.
+        groups: whose ranks have the same microbatches, of which one at least reads them.
 
     Raises:
-        UsageError: the first tensor rank reads no data.
+        UsageError: no rank reads data, or it has documents of other samples.
     """
 
     def __init__(
-        self, read: Mapping[int, torch.Tensor] | None, step: Step, *, restarts: bool
+        self,
+        read: Mapping[int, torch.Tensor] | None,
+        step: Step,
+        groups: Sequence[Any],
+        *,
+        restarts: bool,
     ) -> None:
         self.restarts = restarts
-        self._starts = _shared(read or {}, step)
+        starts = torch.full((step.num_microbatches, step.micro_batch_size, step.seq_length), -1)
+        for microbatch, found in (read or {}).items():
+            if found.shape != starts[microbatch].shape:
+                raise UsageError(
+                    f"a microbatch has the ends of documents of {len(found)} samples, but "
+                    f"{step.micro_batch_size} samples: give a row of ends for each sample, or "
+                    "leave --pipeline-slices out"
+                )
+            starts[microbatch] = found
+        self._starts = most(starts, groups)
         if bool((self._starts < 0).any()):
             raise UsageError(
                 "--pipeline-slices needs the documents of samples on every stage: leave the flag "
@@ -73,6 +100,13 @@ class Documents:
     def starts(self, microbatch: int) -> torch.Tensor:
         """Return where the document of each token starts, by sequence and token, on the CPU."""
         return self._starts[microbatch]
+
+    def ends(self, microbatch: int) -> torch.Tensor:
+        """Return the borders of all documents, with the samples put behind each other."""
+        starts = self.starts(microbatch)
+        samples, length = starts.shape
+        borders = (starts + length * torch.arange(samples)[:, None]).unique()
+        return torch.cat([borders, borders.new_tensor([starts.numel()])])
 
     def positions(self, microbatch: int, start: int, end: int) -> torch.Tensor:
         """Return positions of tokens in their documents, by token and sequence."""
@@ -105,17 +139,15 @@ class Documents:
         return torch.cat(outputs, dim=1)
 
 
-def _shared(read: Mapping[int, torch.Tensor], step: Step) -> torch.Tensor:
-    """Return what the first tensor rank has read by microbatch, on the CPU; -1 for nothing."""
-    group = step.pg_collection.tp
-    whole = torch.full((step.num_microbatches, step.micro_batch_size, step.seq_length), -1)
-    for microbatch, starts in read.items() if group.rank() == 0 else ():
-        whole[microbatch] = starts
-    if group.size() == 1:
-        return whole
-    shared = whole.to(device())
-    dist.broadcast(shared, dist.get_global_rank(group, 0), group=group)
-    return shared.cpu()
+def most(own: torch.Tensor, groups: Sequence[Any]) -> torch.Tensor:
+    """Return the largest numbers of all ranks of some groups, on the CPU. Collective over them."""
+    shared = [group for group in groups if group.size() > 1]
+    if not shared:
+        return own
+    found = own.to(device())
+    for group in shared:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.cpu()
 
 
 @dataclass

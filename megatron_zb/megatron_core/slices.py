@@ -28,7 +28,15 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.sliced_context import ContextShare
-from megatron_zb.megatron_core.sliced_documents import ENDS, OF_DOCUMENTS, Cut, Documents, starts_of
+from megatron_zb.megatron_core.sliced_documents import (
+    ENDS,
+    OF_DOCUMENTS,
+    Cut,
+    Documents,
+    ends_in,
+    most,
+    starts_of,
+)
 from megatron_zb.megatron_core.sliced_routers import WholeRouting, has_losses
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, activation_shape, device
@@ -37,6 +45,8 @@ from megatron_zb.schedules.slices import Slicing, slicing_of
 
 FLAG = "--pipeline-slices"
 LOSS_MASK = "loss_mask"
+_OF_SAMPLES = frozenset({"context_lengths", "dataset_id", "metadata", "token_count"})
+"""What the data has of whole samples, which no forward step reads."""
 
 
 class SlicesPart(StepPart):
@@ -53,9 +63,12 @@ class SlicesPart(StepPart):
         reading: Callable[[int], AbstractContextManager[None]] = lambda tokens: nullcontext(),
     ) -> None:
         self.slicing, self.reading = slicing, reading
-        self.documents = ""
-        """Whether the data has documents to attend within, as MASK or ENDS."""
-        self._cuts: list[Cut] = []
+        self.documents: str | None = None
+        """Documents of the data to attend within, as MASK, ENDS or "" for none.
+
+        With None, the first stage looks for ends in every step.
+        """
+        self.cuts: list[Cut] = []
         self._layers: list[Prefix | WholeRouting] = []
         self._readers: list[SlicedReading | None] = []
 
@@ -76,8 +89,8 @@ class SlicesPart(StepPart):
         Raises:
             UsageError: a layer mixes tokens by other means than causal attention to all of them.
         """
-        self._cuts = [Cut(()) for _ in chunks]
-        for cut, chunk in zip(self._cuts, chunks, strict=True):
+        self.cuts = [Cut(()) for _ in chunks]
+        for cut, chunk in zip(self.cuts, chunks, strict=True):
             if not isinstance(chunk, GPTModel):
                 raise UsageError(
                     f"{FLAG} is for GPTModel, not for {type(chunk).__name__}: leave it out"
@@ -93,7 +106,7 @@ class SlicesPart(StepPart):
     def before_step(self, step: Step) -> None:
         context = ContextShare(step.pg_collection.cp)
         borders = borders_of(self.slicing, step, context)
-        for cut in self._cuts:
+        for cut in self.cuts:
             cut.borders, cut.forward_only, cut.context = borders, step.forward_only, context
         lengths = [end - start for start, end in pairwise(borders)]
         shapes = [
@@ -106,9 +119,30 @@ class SlicesPart(StepPart):
             for iterator in step.data_iterators
         ]
         step.data_iterators = list(self._readers)
-        for cut, reader in zip(self._cuts, self._readers, strict=True) if self.documents else ():
+        if self.documents is None:
+            self._find_documents(step)
+        for cut, reader in zip(self.cuts, self._readers, strict=True) if self.documents else ():
             starts = None if reader is None else reader.read_ahead(step.num_microbatches)
-            cut.documents = Documents(starts, step, restarts=self.documents == ENDS)
+            groups = [step.pg_collection.tp]
+            cut.documents = Documents(starts, step, groups, restarts=self.documents == ENDS)
+
+    def _find_documents(self, step: Step) -> None:
+        """Let all stages have the documents that the first one reads, if its data has any.
+
+        Inner stages may have no data, or may not have read what the first one has.
+        """
+        groups = [step.pg_collection.tp, step.pg_collection.pp]
+        held = [step.physical.stage(step.pp_rank, chunk) for chunk in range(len(self._readers))]
+        first = self._readers[held.index(0)] if 0 in held else None
+        found = torch.tensor([first is not None and first.finds_ends()]).int()
+        documents = None
+        if bool(most(found, groups).any()):
+            for reader in filter(None, self._readers):
+                reader.has_documents = True
+            starts = None if first is None else first.read_ahead(step.num_microbatches)
+            documents = Documents(starts, step, groups, restarts=True)
+        for cut in self.cuts:
+            cut.documents = documents
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any]:
         return SlicedStage
@@ -116,7 +150,7 @@ class SlicesPart(StepPart):
     def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
         if not isinstance(stage, SlicedStage):  # the passes of a cut vocabulary have no layers
             return
-        stage.cut = self._cuts[stage.chunk]
+        stage.cut = self.cuts[stage.chunk]
         stage.staying = stage.cut.storages
         stage.joins_weight = bool(self.slicing_of(step).joins_weight)
         stage.reading = self.reading
@@ -133,7 +167,7 @@ class SlicesPart(StepPart):
     def after_step(self, step: Step) -> None:
         for layer in self._layers:
             layer.kept.clear()
-        for cut in self._cuts:
+        for cut in self.cuts:
             cut.storages.clear()
         if all(isinstance(record, Record) for record in step.forward_data_store):
             whole = _joined_records(step.forward_data_store, self.slicing.slices)
@@ -401,17 +435,25 @@ class SlicedReading:
     def __init__(
         self, whole: Iterator[Any], borders: Sequence[int], has_documents: bool = False
     ) -> None:
-        self._whole, self.borders, self._has_documents = whole, borders, has_documents
+        self._whole, self.borders, self.has_documents = whole, borders, has_documents
         self._read, self._microbatch = 0, dict[str, Any]()
-        self._ahead = deque[dict[str, Any]]()
+        self._seen, self._ahead = deque[Any](), deque[dict[str, Any]]()
         self.masks: dict[int, torch.Tensor] = {}
         """Loss masks of whole microbatches, by number."""
         self._starts: dict[int, torch.Tensor] = {}
 
     def read_ahead(self, count: int) -> dict[int, torch.Tensor]:
         """Read so many microbatches; return where the document of each token starts, by number."""
-        self._ahead.extend(self._checked(next(self._whole), j) for j in range(count))
+        self._ahead.extend(self._checked(self._next(), j) for j in range(count))
         return self._starts
+
+    def finds_ends(self) -> bool:
+        """Read the first microbatch; return whether it has the ends of documents."""
+        self._seen.append(self._next())
+        return ends_in(self._seen[0]) is not None
+
+    def _next(self) -> Any:
+        return self._seen.popleft() if self._seen else next(self._whole)
 
     def __iter__(self) -> SlicedReading:
         return self
@@ -423,7 +465,7 @@ class SlicedReading:
         j, i = divmod(self._read, len(self.borders) - 1)
         if i == 0:
             ahead = self._ahead
-            self._microbatch = ahead.popleft() if ahead else self._checked(next(self._whole), j)
+            self._microbatch = ahead.popleft() if ahead else self._checked(self._next(), j)
             if LOSS_MASK in self._microbatch:
                 self.masks[j] = self._microbatch[LOSS_MASK]
         self._read += 1
@@ -439,12 +481,12 @@ class SlicedReading:
                 f"{FLAG}: the data has a {type(microbatch).__name__} for a microbatch, but only "
                 "dicts of tensors are cut into slices: leave the flag out for this data"
             )
-        if self._has_documents:
+        if self.has_documents:
             self._starts[number] = starts_of(microbatch, self.borders[-1])
         elif microbatch.get("attention_mask") is not None:
             self._check_causal(microbatch["attention_mask"])
-        left_out = {"attention_mask", "dataset_id"}  # the latter of a blend of data sets
-        left_out |= OF_DOCUMENTS if self._has_documents else set()
+        left_out = {"attention_mask"} | _OF_SAMPLES
+        left_out |= OF_DOCUMENTS if self.has_documents else set()
         found = {n: t for n, t in microbatch.items() if n not in left_out and t is not None}
         for name, tensor in found.items():
             if getattr(tensor, "ndim", 0) != 2 or tensor.shape[1] != self.borders[-1]:
@@ -463,7 +505,7 @@ class SlicedReading:
         ):
             raise UsageError(
                 f"{FLAG}: attention_mask of a microbatch keeps attention within documents, which "
-                "are cut for Megatron-LM's own data only: leave the flag out for this data"
+                "slices find by the ends of packed samples: pack the data, or leave the flag out"
             )
 
 

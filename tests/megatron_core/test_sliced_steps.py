@@ -181,6 +181,12 @@ def test_documents_start_where_the_data_ends_them() -> None:
     assert starts_of({"cu_seqlens": ends}, 8).tolist() == found
     padded = {"cu_seqlens": torch.tensor([[0, 2, 4]]), "cu_seqlens_padded": ends[:1]}
     assert starts_of(padded, 8).tolist() == found[:1]
+    places = torch.tensor([[0, 3, 5, 8, 8, -1, -1]])
+    for names in ({"cu_seqlens": places}, {"cu_seqlens_q": places[0]}):
+        more = {"cu_seqlens_unpadded": ends[1:], "cu_seqlens_kv": ends[1:]}
+        assert starts_of(more | names, 8).tolist() == found[:1]
+    logical = {"cu_seqlens_q": ends[1:], "cu_seqlens_q_padded": ends[:1]}
+    assert starts_of(logical, 8).tolist() == found[:1]
     starts = torch.tensor(found)
     within = (torch.arange(8) >= starts[..., None]) & torch.ones(8, 8).tril().bool()
     assert starts_of({"attention_mask": ~within[:, None]}, 8).tolist() == found
@@ -188,9 +194,24 @@ def test_documents_start_where_the_data_ends_them() -> None:
         starts_of({"tokens": ends}, 8)
 
 
+def test_packed_samples_are_looked_at_and_then_cut() -> None:
+    tokens, ends = torch.arange(8)[None], torch.tensor([[0, 3, 8, 8]])
+    more = {"max_seqlen_q": torch.tensor([[5]]), "token_count": [8], "attention_mask": None}
+    samples = [{"tokens": tokens + n, "cu_seqlens_q": ends, **more} for n in range(2)]
+    reading = SlicedReading(iter(samples), (0, 4, 8))
+    assert reading.finds_ends()
+    reading.has_documents = True
+    starts = [one.tolist() for one in reading.read_ahead(2).values()]
+    assert starts == [[[0, 0, 0, 3, 3, 3, 3, 3]]] * 2
+    cut = [*reading]
+    assert [one.keys() for one in cut] == [{"tokens"}] * 4
+    assert torch.cat([one["tokens"] for one in cut], dim=1).tolist() == [[*range(8), *range(1, 9)]]
+    assert not SlicedReading(iter([{"tokens": tokens}]), (0, 8)).finds_ends()
+
+
 def test_samples_of_a_blend_are_cut() -> None:
     tokens = torch.arange(16).view(2, 8)
-    whole = [{"tokens": tokens, "dataset_id": torch.tensor([0, 1])}]
+    whole = [{"tokens": tokens, "dataset_id": torch.tensor([0, 1]), "metadata": [{}, {}]}]
     cut = [*SlicedReading(iter(whole), (0, 6, 8))]
     assert [one.keys() for one in cut] == [{"tokens"}] * 2
     assert torch.equal(torch.cat([one["tokens"] for one in cut], dim=1), tokens)

@@ -18,8 +18,10 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.peft import utils as peft_utils
 from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.training.eval import evaluate
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.train import train_step
+from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -38,6 +40,7 @@ from megatron.core.rerun_state_machine import (
 )
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.utils import unwrap_model
 
 from megatron_zb.megatron_core.random_streams import initialise_by_global_name
 
@@ -66,19 +69,20 @@ ON_A_CPU: dict[str, Any] = {
 }
 
 
-def new_provider(pipeline_size: int) -> GPTModelProvider:
+def new_provider(pipeline_size: int, **options: Any) -> GPTModelProvider:
     """Bridge's provider of a GPT of eight layers."""
-    return GPTModelProvider(
-        num_layers=8,
-        hidden_size=32,
-        num_attention_heads=4,
-        ffn_hidden_size=64,
-        transformer_layer_spec=_local_layers,
-        pipeline_model_parallel_size=pipeline_size,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
+    usual: dict[str, Any] = {
+        "num_layers": 8,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 64,
+        "transformer_layer_spec": _local_layers,
+        "pipeline_model_parallel_size": pipeline_size,
+        "share_embeddings_and_output_weights": False,
+        "position_embedding_type": "rope",
         **ON_A_CPU,
-    )
+    }
+    return GPTModelProvider(**usual | options)
 
 
 def imported_provider(bridge: AutoBridge, pipeline_size: int) -> GPTModelProvider:
@@ -114,19 +118,23 @@ class BridgeJob:
         clip_grad: float = 1.0,
         forward_step: Callable[..., Any] = forward_step,
         batches: Callable[[], Iterator[Any]] | None = None,
+        **data_parallel: Any,
     ) -> None:
         mpu.initialize_model_parallel(
-            1, provider.pipeline_model_parallel_size, provider.virtual_pipeline_model_parallel_size
+            provider.tensor_model_parallel_size,
+            provider.pipeline_model_parallel_size,
+            provider.virtual_pipeline_model_parallel_size,
+            context_parallel_size=provider.context_parallel_size,
+            expert_model_parallel_size=provider.expert_model_parallel_size,
         )
         model_parallel_cuda_manual_seed(1)
-        unset_num_microbatches_calculator()
-        init_num_microbatches_calculator(0, None, MICROBATCHES, 1, 1)
+        self.set_microbatches(MICROBATCHES)
         destroy_rerun_state_machine()
         destroy_moe_metrics_tracker()  # its entries have groups of an earlier case
         initialize_rerun_state_machine()
         provider.finalize()
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
-        ddp = DistributedDataParallelConfig()
+        ddp = DistributedDataParallelConfig(**data_parallel)
         hook = partial(_draw, provider, adapted)
         self.model = provider.provide_distributed_model(
             ddp_config=ddp,
@@ -139,7 +147,12 @@ class BridgeJob:
         )
         if provider.finalize_model_grads_func is None:  # the schedule has set its own
             provider.finalize_model_grads_func = finalize_model_grads
-        optimizer = OptimizerConfig(lr=1e-2, clip_grad=clip_grad, weight_decay=0.0)
+        optimizer = OptimizerConfig(
+            lr=1e-2,
+            clip_grad=clip_grad,
+            weight_decay=0.0,
+            use_distributed_optimizer=ddp.use_distributed_optimizer,
+        )
         self._optimizer = get_megatron_optimizer(optimizer, self.model)
         self.state = _state(provider, ddp)
         if "state" in signature(forward_step).parameters:
@@ -147,6 +160,13 @@ class BridgeJob:
         self._messages = P2PCommunicator(pp_group=self._groups.pp, config=provider)
         self._data = RerunDataIterator((batches or _batches)())
         self._forward_step = forward_step
+
+    @staticmethod
+    def set_microbatches(number: int) -> None:
+        """Set the number of microbatches of the following steps."""
+        ranks = mpu.get_data_parallel_world_size()
+        unset_num_microbatches_calculator()
+        init_num_microbatches_calculator(0, None, number * ranks, 1, ranks)
 
     def train_one_step(self) -> tuple[dict[str, float], float]:
         """The losses of the step, on the rank that has the output layer, and the norm."""
@@ -162,6 +182,44 @@ class BridgeJob:
             p2p_communicator=self._messages,
         )
         return {name: float(loss) for name, loss in losses.items()}, float(norm)
+
+    def evaluate(self) -> dict[str, float]:
+        """The losses of as many microbatches as a step has, on the rank that has them."""
+        config, data = self.state.cfg, RerunDataIterator(_batches())
+        losses, *_ = evaluate(
+            self.state,
+            self._forward_step,
+            data,
+            self.model,
+            None,
+            config,
+            pg_collection=self._groups,
+        )
+        assert losses is not None, "there is no limit of time"
+        return {name: float(loss) for name, loss in losses.items()}
+
+    def save(self, folder: str) -> None:
+        dist_checkpointing.save(self._sharded_state(is_loading=False), folder)
+
+    def load(self, folder: str, steps_done: int) -> None:
+        """Continue behind so many steps of a job that was saved."""
+        state = dist_checkpointing.load(self._sharded_state(is_loading=True), folder)
+        for number, chunk in enumerate(unwrap_model(self.model)):
+            chunk.load_state_dict(state[f"model{number}"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        for _ in range(steps_done * MICROBATCHES):
+            next(self._data)
+
+    def _sharded_state(self, is_loading: bool) -> dict[str, Any]:
+        chunks = unwrap_model(self.model)
+        state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+        model = state if len(chunks) > 1 else state["model0"]
+        kind = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+        }
+        optimizer = self._optimizer.sharded_state_dict(model, is_loading, metadata=kind)
+        return state | {"optimizer": optimizer}
 
 
 def _draw(provider: Any, adapted: bool, chunks: list[Any]) -> list[Any]:
@@ -185,10 +243,10 @@ class _NoTimer(nullcontext[None]):
     def __call__(self, *args: Any, **keywords: Any) -> _NoTimer:
         return self
 
-    def start(self, **keywords: Any) -> None:
+    def start(self, *args: Any, **keywords: Any) -> None:
         """Start nothing."""
 
-    stop = start
+    stop = log = start
 
 
 def _state(provider: Any, ddp: Any) -> SimpleNamespace:
@@ -202,6 +260,10 @@ def _state(provider: Any, ddp: Any) -> SimpleNamespace:
             empty_unused_memory_level=0,
             check_optimizer_step_success=True,
             skip_sync_grad_norm_across_mp=False,
+            exit_duration_in_mins=None,
+        ),
+        validation=SimpleNamespace(
+            eval_global_batch_size=MICROBATCHES, eval_micro_batch_size=1, eval_iters=1
         ),
         optimizer=SimpleNamespace(
             reuse_grad_buf_for_mxfp8_param_ag=False,
@@ -216,12 +278,19 @@ def _state(provider: Any, ddp: Any) -> SimpleNamespace:
             check_for_nan_in_loss=False, check_for_spiky_loss=False
         ),
     )
-    return SimpleNamespace(cfg=config, timers=_NoTimer(), straggler_timer=_NoTimer())
+    return SimpleNamespace(
+        cfg=config,
+        timers=_NoTimer(),
+        straggler_timer=_NoTimer(),
+        train_state=SimpleNamespace(consumed_valid_samples=0),
+        rank_monitor_client=None,
+        fault_tolerance_state=None,
+    )
 
 
 def _batches() -> Iterator[dict[str, Any]]:
     """Rising tokens from a drawn one."""
-    draw = torch.Generator().manual_seed(3)
+    draw = torch.Generator().manual_seed(3 + mpu.get_data_parallel_rank())
     while True:
         first = torch.randint(VOCABULARY, (1, 1), generator=draw)
         tokens = (first + torch.arange(LENGTH + 1)) % VOCABULARY
@@ -232,3 +301,55 @@ def _batches() -> Iterator[dict[str, Any]]:
             "position_ids": torch.arange(LENGTH)[None],
             "attention_mask": None,
         }
+
+
+def packed_batches(form: str) -> Iterator[dict[str, Any]]:
+    """Samples of several documents, whose ends have the names of Bridge's data of today or before.
+
+    A document has up to one token of padding, and a sample ends with two. With the form "mask",
+    attention keeps to documents by a mask; with "unpacked", to nothing.
+    """
+    draw = torch.Generator().manual_seed(3)
+    places = torch.arange(LENGTH)
+    while True:
+        lengths = 2 * torch.randint(1, 4, (7,), generator=draw)
+        ends = torch.tensor([0, *lengths.cumsum(0).clamp(max=LENGTH - 2), LENGTH])
+        real = (ends.diff() - torch.randint(2, (8,), generator=draw)).clamp(min=0)
+        real[-1] = 0
+        number = torch.bucketize(places, ends, right=True) - 1
+        positions = places - ends[number]
+        tokens = torch.randint(VOCABULARY, (1, LENGTH), generator=draw)
+        batch = {
+            "tokens": tokens,
+            "labels": (tokens + positions) % VOCABULARY,
+            "loss_mask": (positions < real[number]).long()[None],
+            "position_ids": positions[None],
+            "attention_mask": None,
+            "token_count": [LENGTH],
+        }
+        yield batch | _documents(form, ends.int(), torch.cat([ends[:1], real.cumsum(0)]).int())
+
+
+def _documents(form: str, ends: torch.Tensor, real_ends: torch.Tensor) -> dict[str, Any]:
+    """What a microbatch has of its documents, whose padding the real ends leave out."""
+    longest = ends.diff().max()[None]
+    if form == "unpacked":
+        return {}
+    if form == "mask":
+        number = torch.bucketize(torch.arange(LENGTH), ends, right=True)
+        later = torch.ones(LENGTH, LENGTH).triu(1).bool()
+        return {"attention_mask": ((number[:, None] != number) | later)[None, None]}
+    if form == "current":
+        return {
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), real_ends[None]),
+            **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), ends[None]),
+            **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest),
+        }
+    count = torch.tensor([[len(ends)]])
+    none = torch.full((3,), -1)
+    return {
+        "cu_seqlens": torch.cat([ends, none])[None],
+        "cu_seqlens_unpadded": torch.cat([real_ends, none])[None],
+        **dict.fromkeys(("cu_seqlens_argmin", "cu_seqlens_unpadded_argmin"), count),
+        "max_seqlen": longest,
+    }

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from installed_trainers import missing_trainers
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
 from rank_process import Kind
 from ranks import RankPool, RankPools
 
@@ -31,19 +38,28 @@ def settings(name: str, slices: int | None = None) -> Settings:
     return Settings(pipeline_schedule=name, num_microbatches=4, pipeline_slices=slices)
 
 
-def trained(name: str | None, adapted: bool, slices: int | None = None) -> Steps:
-    """Four steps of a model that Bridge's provider makes; none clips, as norms differ in a bit."""
+@contextmanager
+def bridge_job(
+    name: str | None, slices: int | None, provided: dict[str, Any], **options: Any
+) -> Iterator[tuple[Any, Any]]:
+    """A job of a model that Bridge's provider makes, and its schedule, None for Megatron's own.
+
+    It does not clip, as norms differ in a bit.
+    """
     from megatron_bridge_trainer import BridgeJob, new_provider
 
-    provider = new_provider(dist.get_world_size())
-    if name is None:
-        job = BridgeJob(provider, adapted=adapted, clip_grad=1e3)
-        return [job.train_one_step() for _ in range(4)]
-    with install(settings(name, slices), provider) as pipeline:
-        pipeline.prepare_provider(provider)
-        job = BridgeJob(provider, adapted=adapted, clip_grad=1e3)
+    provider = new_provider(**{"pipeline_size": dist.get_world_size()} | provided)
+    with install(settings(name, slices), provider) if name else nullcontext() as pipeline:
+        if pipeline is not None:
+            pipeline.prepare_provider(provider)
+        yield BridgeJob(provider, clip_grad=1e3, **options), pipeline
+
+
+def trained(name: str | None, adapted: bool, slices: int | None = None) -> Steps:
+    """Four steps."""
+    with bridge_job(name, slices, {}, adapted=adapted) as (job, pipeline):
         found = [job.train_one_step() for _ in range(4)]
-        assert pipeline.steps_done == 4
+        assert pipeline is None or pipeline.steps_done == 4
     return found
 
 
@@ -63,15 +79,145 @@ def test_a_training_step_on_token_slices_has_megatrons_losses(two: RankPool, ada
     """But for the order of sums, whose rounding Adam makes larger from its first step on."""
     expected = two.run(trained, name=None, adapted=adapted)
     for name in NAMES:
-        found = two.run(trained, name=name, adapted=adapted, slices=4)
-        for ours, megatrons in zip(found, expected, strict=True):
-            for step, ((loss, norm), of) in enumerate(zip(ours, megatrons, strict=True)):
-                assert loss == pytest.approx(of[0], rel=2e-6)
-                assert norm == pytest.approx(of[1], rel=1e-4 if step else 2e-6)
+        assert_close(two.run(trained, name=name, adapted=adapted, slices=4), expected)
+
+
+EXPERTS: dict[str, Any] = {
+    "add_bias_linear": False,  # Megatron's experts cannot add one on a CPU
+    "moe_aux_loss_coeff": 0.05,
+    "moe_ffn_hidden_size": 32,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "num_layers": 4,
+    "num_moe_experts": 4,
+}
+
+
+def evaluated(name: str | None, slices: int | None = None) -> Steps:
+    """Steps of a model with experts and other numbers of microbatches, each with an evaluation."""
+    found: Steps = []
+    with bridge_job(name, slices, EXPERTS) as (job, _):
+        for number in (4, 3):
+            job.set_microbatches(number)
+            found += [job.train_one_step(), (job.evaluate(), 0.0)]
+    return found
+
+
+def test_experts_and_evaluations_on_token_slices_have_megatrons_losses(two: RankPool) -> None:
+    """The losses that balance experts are of whole microbatches."""
+    assert_close(
+        two.run(evaluated, name="zb-h1", slices=4),
+        two.run(evaluated, name=None),
+    )
+
+
+def resumed(name: str | None, folder: str | None = None, slices: int | None = None) -> Steps:
+    """Four steps of two replicas, behind the second of which the job is another one."""
+    case = partial(
+        bridge_job,
+        name,
+        slices,
+        {"pipeline_size": 2},
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+    )
+    with case() as (job, _):
+        found = [job.train_one_step() for _ in range(2 if folder else 4)]
+        if folder is None:
+            return found
+        job.save(folder)
+    parallel_state.destroy_model_parallel()
+    with case() as (job, _):
+        job.load(folder, steps_done=2)
+        return found + [job.train_one_step() for _ in range(2)]
+
+
+def test_token_slices_resume_with_a_distributed_optimizer(ranks: RankPools, tmp_path: Path) -> None:
+    four = ranks(4, Kind.TRAINERS)
+    found = four.run(resumed, name="v-half", folder=str(tmp_path), slices=4)
+    assert_close(found, four.run(resumed, name=None))
+
+
+def packed(name: str | None, form: str, slices: int | None = None) -> Steps:
+    """Four steps with samples of several documents, which Bridge's inner stages read, too."""
+    from megatron_bridge_trainer import packed_batches
+
+    with bridge_job(name, slices, {}, batches=partial(packed_batches, form)) as (job, _):
+        data = job.state.cfg.dataset
+        data.skip_getting_attention_mask_from_dataset = form != "mask"
+        data.enable_offline_packing = form != "mask"
+        return [job.train_one_step() for _ in range(4)]
+
+
+@pytest.mark.parametrize("form", ["current", "before"])
+def test_packed_documents_on_token_slices_have_the_losses_of_a_mask(
+    two: RankPool, form: str
+) -> None:
+    """Megatron's own attention has no packed sequences on a CPU, but takes a mask of documents."""
+    expected = two.run(packed, name=None, form="mask")
+    for name in NAMES:
+        assert_close(two.run(packed, name=name, form=form, slices=4), expected)
+
+
+def rotated() -> tuple[bool, bool]:
+    """Whether the rotary embeddings of a step are those of the data's positions, and of places."""
+    from megatron_bridge_trainer import LENGTH, MICROBATCHES, packed_batches
+
+    found: list[torch.Tensor] = []
+    batches = partial(packed_batches, "current")
+    with bridge_job("zb-h1", 4, {}, batches=batches) as (job, _):
+        rotary = get_attr_wrapped_model(job.model[0], "rotary_pos_emb")
+        table, sliced = type(rotary).forward(rotary, LENGTH), rotary.forward
+
+        def noted(*args: Any, **options: Any) -> Any:
+            found.append(sliced(*args, **options))
+            return found[-1]
+
+        rotary.forward = noted
+        job.train_one_step()
+    positions = [batch["position_ids"][0] for batch in islice(batches(), MICROBATCHES)]
+    restarting, rows = table[torch.cat(positions)], torch.cat(found)
+    return torch.equal(rows, restarting), torch.equal(rows, table.repeat(MICROBATCHES, 1, 1, 1))
+
+
+def test_positions_of_packed_documents_restart_on_every_stage(two: RankPool) -> None:
+    """Attention has the distance between tokens only, so that losses do not show it."""
+    assert two.run(rotated) == [(True, False)] * 2
+
+
+def counted(form: str) -> tuple[Any, Any]:
+    """What Bridge counts of a step's tokens to tell its FLOP/s, and what whole samples have."""
+    from megatron.bridge.training.utils.flop_utils import accumulate_flops_metadata
+    from megatron_bridge_trainer import MICROBATCHES, packed_batches
+
+    batches, whole = partial(packed_batches, form), SimpleNamespace()
+    with bridge_job("v-half", 4, {}, batches=batches) as (job, _):
+        job.state.cfg.dataset.enable_offline_packing = True  # all stages have tokens then
+        job.train_one_step()
+    for batch in islice(batches(), MICROBATCHES):
+        ends = batch.get("cu_seqlens_q_padded")
+        accumulate_flops_metadata(whole, batch["tokens"], cu_seqlens=ends)
+    found = {name: value for name, value in vars(job.state).items() if "_flops_" in name}
+    return found, vars(whole)
+
+
+@pytest.mark.parametrize("form", ["current", "unpacked"])
+def test_tokens_of_slices_are_counted_once(two: RankPool, form: str) -> None:
+    for found, expected in two.run(counted, form=form):
+        assert found == expected
 
 
 def losses_of(steps: Steps) -> list[dict[str, float]]:
     return [losses for losses, _ in steps]
+
+
+def assert_close(found: list[Steps], expected: list[Steps]) -> None:
+    """Assert that losses and norms are equal but for the order of sums, which Adam makes larger."""
+    for ours, megatrons in zip(found, expected, strict=True):
+        for step, ((loss, norm), of) in enumerate(zip(ours, megatrons, strict=True)):
+            assert loss == pytest.approx(of[0], rel=2e-6)
+            assert norm == pytest.approx(of[1], rel=1e-4 if step else 2e-6)
 
 
 def assert_alike(found: list[Steps], expected: list[Steps]) -> None:
