@@ -244,14 +244,17 @@ def one_by_one(_name: str, *, slices: Slicing, **_others: Any) -> Schedule:
 
 
 def with_states(name: str, **request: Any) -> Schedule:
-    """A schedule in which a third of the slices are dropped, and a third are moved to the host."""
+    """A schedule in which a third of the slices are dropped, and a third are moved to the host.
+
+    Of the last stage, every other one is dropped.
+    """
     order = schedules.build(name, **request)
     last = order.placement.num_stages - 1
     backward = (PassKind.B, PassKind.BW)
 
     def passes(rank: tuple[Pass, ...]) -> Iterator[Pass]:
         for p in rank:
-            third = (p.stage + p.microbatch) % 3 if p.stage < last else 0
+            third = (p.stage + p.microbatch) % 3 if p.stage < last else p.microbatch % 2
             if p.kind in backward and third:
                 yield p._replace(kind=PassKind.R if third == 1 else PassKind.H)
             yield p
@@ -274,6 +277,7 @@ STATED = {
     ),
     "latent attention": GPTCase(layers=4, options=_LATENT),
     "packed documents": GPTCase(layers=4, documents="ends", rotary=True),
+    "per-token loss": GPTCase(layers=4, per_token_loss=True, wrapped=True),
     "experts": GPTCase(layers=4, options=(*_MOE.items(), ("moe_z_loss_coeff", 0.01))),
     "sequence parallelism": GPTCase(layers=4, tensor_parallel=2, sequence_parallel=True),
     "overlapped reduction": GPTCase(layers=4, data_parallel=2, overlap_grad_reduce=True),
