@@ -11,7 +11,13 @@ from real_megatron_lm.runs import MODEL, PIPELINE_OF_TWO, Logged, check_near, pr
 
 @pytest.mark.parametrize(
     "flags",
-    ["v-half --pipeline-slices 4", "zb-h1 --pipeline-slices 12,12,8", "1f1b --pipeline-slices 2"],
+    [
+        "v-half --pipeline-slices 4",
+        "zb-h1 --pipeline-slices 12,12,8",
+        "1f1b --pipeline-slices 2",
+        "v-half --pipeline-slices 4 --pipeline-recompute auto --pipeline-memory-limit 0.3",
+        "v-zb --pipeline-slices 4 --pipeline-vocabulary on",
+    ],
 )
 def test_two_ranks_log_what_megatron_logs(
     checkout: Path, checkpoint_of_two: Path, stock_of_two: Logged, flags: str
