@@ -219,8 +219,10 @@ def peak_of(
 Build = Callable[[Costs, int], Schedule]
 """Function that builds a schedule from costs and the number of microbatches."""
 
-# Above so many passes 3p and 4p microbatches are simulated, and the others continued from them.
+# Above so many passes 3p and 4p microbatches are simulated, and the others continued from them;
+# 4p and 8p where activations are dropped or moved, since the first microbatches need less of it.
 _MOST_PASSES = 16_000
+_TURNS, _TURNS_OF_STATES = 4, 8
 
 
 @dataclass(frozen=True)
@@ -327,8 +329,9 @@ class Ordered:
             post_validation = False
         else:
             timeline = self._simulated(self.schedule)
-            seconds = max(self._seconds(timeline), m * staged.link_seconds)
-            bubble = 1 - m * _busy(staged, timeline) / seconds
+            seconds, running = self._of_all(timeline)
+            seconds = max(seconds, m * staged.link_seconds)
+            bubble = 1 - running / seconds
         return Prediction(
             candidate=candidate.name,
             runs=replace(
@@ -351,21 +354,24 @@ class Ordered:
             host_bytes=0.0 if timeline is None else max(timeline.peak_host),
         )
 
-    def _seconds(self, timeline: Timeline) -> float:
-        """Return the pipeline's seconds of an iteration.
+    def _of_all(self, timeline: Timeline) -> tuple[float, float]:
+        """Return the pipeline's seconds of an iteration, and those in which a rank runs passes.
 
         Where the timeline is that of the first microbatches, the others take as long as the last
         of these do, found from one more schedule of fewer.
         """
         back_to_back, m = self.iteration.post_validation, self.iteration.num_microbatches
         seconds = timeline.seconds(back_to_back=back_to_back)
+        running = _running(self.staged, timeline)
         more = timeline.schedule.rules.whole_microbatches(timeline.schedule)
         if more == m:
-            return seconds
-        few = _filling(self.staged)
+            return seconds, running
+        few = _filling(self.staged) * (_TURNS_OF_STATES // 2 if _has_states(self.staged) else 1)
         shorter = self._simulated(self.build(self.costs, more - few))
+        each_runs = (running - _running(self.staged, shorter)) / few
         each = (seconds - shorter.seconds(back_to_back=back_to_back)) / few
-        return seconds + (m - more) * max(each, _least(self.costs, self.staged.placement))
+        each = max(each, each_runs, _least(self.costs, self.staged.placement))
+        return seconds + (m - more) * each, running + (m - more) * each_runs
 
     def _simulated(self, schedule: Schedule) -> Timeline:
         return schedules.simulate(schedule, costs_of(schedule, self.costs))
@@ -404,10 +410,11 @@ def ordered(
         )
 
     build, schedule = build or by_name, None
-    m, few = iteration.num_microbatches, _filling(staged)
+    m = iteration.num_microbatches
+    enough = _filling(staged) * (_TURNS_OF_STATES if _has_states(staged) else _TURNS)
     if staged.placement.pipeline_size > 1:
         passes = 3 * m * staged.load.strategy.slices * staged.placement.num_stages
-        schedule = build(costs, m if passes <= _MOST_PASSES or m <= 4 * few else 4 * few)
+        schedule = build(costs, m if passes <= _MOST_PASSES or m <= enough else enough)
     return Ordered(staged, candidate, iteration, chunks, schedule, costs, build)
 
 
@@ -427,17 +434,22 @@ def predict(
     return ordered(staged, candidate, iteration, chunks, build).predicted()
 
 
-def _busy(staged: StageWorkload, timeline: Timeline) -> float:
-    """Return the seconds in which a rank, on average, runs passes of one microbatch.
+def _has_states(staged: StageWorkload) -> bool:
+    """Return whether activations may be dropped or moved: more of them later in a step."""
+    return staged.drops or staged.moves
+
+
+def _running(staged: StageWorkload, timeline: Timeline) -> float:
+    """Return the seconds in which a rank, on average, runs passes of a timeline.
 
     A pair counts once, with the exchange that it does not hide, and what is made again counts; a
     message that stops a rank is no pass.
     """
     if staged.overlaps_exchange or staged.drops:
-        running = (1 - timeline.bubble_rate) * timeline.makespan
-        return running / timeline.schedule.rules.whole_microbatches(timeline.schedule)
-    p = staged.placement.pipeline_size
-    return sum(staged.rank_work(r).total for r in range(p)) / p
+        return (1 - timeline.bubble_rate) * timeline.makespan
+    schedule, p = timeline.schedule, staged.placement.pipeline_size
+    work = sum(staged.rank_work(r).total for r in range(p)) / p
+    return schedule.rules.whole_microbatches(schedule) * work
 
 
 def _least(costs: Costs, placement: Placement) -> float:

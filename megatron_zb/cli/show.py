@@ -15,7 +15,7 @@ from megatron_zb.parsing import flag_of, positive, seconds
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.slices import Slicing, costs_of
+from megatron_zb.schedules.slices import KEPT, Slicing, costs_of
 
 # The choices that a schedule may have, as build() and the command line name them.
 _CHOICES = ("memory_limit", "chunks", "group_size")
@@ -330,7 +330,7 @@ def _built(arguments: argparse.Namespace) -> schedules.Timeline:
     _check_states(arguments)
     costs, slicing = _costs(arguments, arguments.pipeline_size), Slicing.equal(1)
     if arguments.slices is not None:
-        slicing = replace(arguments.slices, attention=arguments.attention)
+        slicing = replace(arguments.slices, attention=arguments.attention, kept=KEPT)
     schedule = schedules.build(
         arguments.name,
         pipeline_size=arguments.pipeline_size,

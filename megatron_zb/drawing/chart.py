@@ -54,7 +54,7 @@ def memory_lines(timeline: Timeline) -> list[MemoryLine]:
 
 def host_lines(timeline: Timeline) -> list[MemoryLine]:
     """Return a line for what the host holds of each rank, while each pass of the rank runs."""
-    unit = microbatch(timeline)
+    unit = timeline.microbatch
     return [
         MemoryLine(rank, start, tuple(held / unit for held in timeline.host_curve(rank)))
         for rank, start in enumerate(timeline.start)
@@ -66,14 +66,6 @@ def worst_of(lines: list[MemoryLine]) -> MemoryLine:
     return max(lines, key=lambda line: line.peak)
 
 
-def microbatch(timeline: Timeline) -> float:
-    """Return a microbatch's memory on 1F1B's first rank, in the unit of ``costs.activation``.
-
-    That rank has the first p-th of the model, which is as many stages as a rank has chunks.
-    """
-    return sum(timeline.costs.activation[: timeline.schedule.placement.chunks]) or 1.0
-
-
 def one_f_one_b_peak(timeline: Timeline) -> int:
     """Count the microbatches on 1F1B's first rank: one for every rank, or all if fewer."""
     schedule = timeline.schedule
@@ -81,7 +73,7 @@ def one_f_one_b_peak(timeline: Timeline) -> int:
 
 
 def _line(timeline: Timeline, rank: int) -> MemoryLine:
-    unit = microbatch(timeline)
+    unit = timeline.microbatch
     starts, ends = timeline.start[rank], timeline.end[rank]
     times: list[float] = []
     held: list[float] = []
@@ -265,6 +257,6 @@ def title_of(timeline: Timeline) -> str:
     bubble = f"{schedule.name}: {sizes}; bubble rate {timeline.bubble_rate:.1%}"
     if schedule.rules.has_steps:
         return bubble
-    stock, counted = one_f_one_b_peak(timeline), schedule.num_microbatches
-    peak = max(timeline.peak_activation) * schedule.rules.whole_microbatches(schedule) / counted
-    return f"{bubble}; peak activation memory {peak:g} microbatches ({peak / stock:.2f} of 1F1B's)"
+    stock, peak = one_f_one_b_peak(timeline), max(timeline.peak_microbatches)
+    share = f"{peak / stock:.2f} of 1F1B's"
+    return f"{bubble}; peak activation memory {peak:.6g} microbatches ({share})"

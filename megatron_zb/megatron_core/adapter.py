@@ -396,7 +396,7 @@ class PipelineAdapter:
         said = ["each layer draws from separate RNG states"] if self.draws_by_layer else []
         current = self.current
         report = StartReport(
-            current.schedule, current.costs, self.layer_layout, self.predicted_bubble_rate
+            current.timeline, current.costs, self.layer_layout, self.predicted_bubble_rate
         )
         return report.text(self.placed.balance, [*current.remarks, *said, *self._said])
 

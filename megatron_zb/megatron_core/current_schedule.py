@@ -21,7 +21,7 @@ from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.simulator import Timeline, simulate
 from megatron_zb.schedules.slices import AUTO, GAIN, KEPT, Slicing, least_tokens, slicing_of
 from megatron_zb.schedules.slices import costs_of as sliced_costs
 from megatron_zb.schedules.step_plan import (
@@ -208,8 +208,13 @@ class CurrentSchedule:
     @property
     def bubble_rate(self) -> float:
         """The expected share of idle time."""
-        timeline = simulate(self.schedule, sliced_costs(self.schedule, self.costs))
+        timeline = self.timeline
         return timeline.bubble_rate_back_to_back if self._in_a_row else timeline.bubble_rate
+
+    @property
+    def timeline(self) -> Timeline:
+        """The schedule in the time of its costs."""
+        return simulate(self.schedule, sliced_costs(self.schedule, self.costs))
 
     @property
     def _in_a_row(self) -> bool:

@@ -22,7 +22,7 @@ from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.layout import Letters
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.simulator import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +172,14 @@ class ModelPlacement:
 class StartReport:
     """A schedule on the ranks of a job, in words."""
 
-    schedule: Schedule
+    timeline: Timeline
     costs: Costs
     layout: StageLayout
     bubble_rate: float
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
 
     def text(self, balance: Balance | None, more: Sequence[str]) -> str:
         """Return all lines.
@@ -196,16 +200,14 @@ class StartReport:
 
     def _ranks(self) -> Iterator[str]:
         placement, physical = self.schedule.placement, self.layout.physical
-        p, timeline = placement.pipeline_size, simulate(self.schedule, self.costs)
-        whole = self.schedule.rules.whole_microbatches(self.schedule)
+        p = placement.pipeline_size
         for pp_rank in range(p):
             held = " + ".join(
                 self._stage(physical.stage(pp_rank, chunk)) for chunk in range(placement.chunks)
             )
-            units = timeline.peak_activation[physical.logical(pp_rank)]
-            peak = units * whole / self.schedule.num_microbatches
+            peak = self.timeline.peak_microbatches[physical.logical(pp_rank)]
             yield (
-                f"pipeline rank {pp_rank}: {held}; activations of at most {peak:g} microbatches "
+                f"pipeline rank {pp_rank}: {held}; activations of at most {peak:.6g} microbatches "
                 f"({peak / p:.2f} of 1F1B's first rank)"
             )
         if self.costs.vocabulary is not None:

@@ -103,6 +103,26 @@ class Timeline:
         )
 
     @cached_property
+    def microbatch(self) -> float:
+        """Memory of a microbatch on 1F1B's first rank, in the unit of ``costs.activation``.
+
+        That rank has the first p-th of the model, which is as many stages as a rank has chunks.
+        """
+        return sum(self.costs.activation[: self.schedule.placement.chunks]) or 1.0
+
+    @cached_property
+    def peak_microbatches(self) -> tuple[float, ...]:
+        """Peaks of ranks in whole microbatches: :attr:`peak_activation`.
+
+        Where activations are dropped, of their memory, which has what is left of them, too.
+        """
+        if self.schedule.dropped:
+            return tuple(memory / self.microbatch for memory in self.peak_memory)
+        rules, counted = self.schedule.rules, self.schedule.num_microbatches
+        share = rules.whole_microbatches(self.schedule) / counted
+        return tuple(units * share for units in self.peak_activation)
+
+    @cached_property
     def peak_memory(self) -> tuple[float, ...]:
         return tuple(max(self.memory_curve(rank), default=0.0) for rank in range(len(self.start)))
 
