@@ -8,12 +8,14 @@ from itertools import pairwise
 import pytest
 
 from megatron_zb import schedules
+from megatron_zb.drawing.chart import title_of
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.sliced_states import (
+    _with_early_weights,
     fitted,
     least_if_dropped,
     with_recomputation,
@@ -140,3 +142,32 @@ def test_keys_and_values_of_dropped_and_moved_slices_stay() -> None:
         assert not keeps(held(again, beside[1]), limit)
         fitting = fitted([beside[0]], beside[1], limit)
         assert fitting and all(keeps(each.peak_memory, limit) for each in fitting)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_weight_gradients_right_behind_their_b_hold_least(joins: bool) -> None:
+    """That of a microbatch behind the B of its first slice, which is the last."""
+    order = built("v-zb", KEPT, None, replace(SLICES, joins_weight=joins))
+    early = _with_early_weights(order).validate()
+    assert [sorted(rank) for rank in early.ranks] == [sorted(rank) for rank in order.ranks]
+    for rank in early.ranks:
+        for before, behind in pairwise(rank):
+            if behind.kind is PassKind.W:
+                assert before == behind._replace(kind=PassKind.B)
+    costs = costs_of(order, DROPPED)
+    least = least_if_dropped(order, costs)
+    assert with_recomputation(order, costs, least) is None
+    assert with_recomputation(early, costs, least) is not None
+
+
+def test_less_than_a_microbatch_is_enough() -> None:
+    """A rank keeps all slices of a microbatch before its first B, unless it drops some."""
+    schedule = built("v-zb", DROPPED, 0.125)
+    timeline = simulate(schedule, costs_of(schedule, DROPPED))
+    last = schedule.placement.num_stages - 1
+    assert any(stage == last for stage, _ in schedule.dropped)
+    peak = max(timeline.peak_microbatches)
+    assert peak == pytest.approx(max(timeline.peak_memory))  # of a microbatch a rank
+    assert max(timeline.peak_activation) / N < peak <= 0.125 * P * (1 + 1e-9) < 1
+    share = f"{peak:.6g} microbatches ({peak / P:.2f} of 1F1B's)"
+    assert title_of(timeline).endswith(f"peak activation memory {share}")
