@@ -38,8 +38,7 @@ def words_of(gpus: int, sequence: int, args: argparse.Namespace) -> list[str]:
         *("plan", "--config", args.config, "--gpus", str(gpus), "--device", args.device),
         *("--seq-length", str(sequence), "--global-batch-size", str(TOKENS[sequence] // sequence)),
         *("--tensor", "8", "--micro-batch-size", "1", "--recompute", "none,mlp,full"),
-        *("--slices", "auto", "--pipeline-recompute", "auto", "--schedules", args.schedules),
-        *("--tries", str(args.tries)),
+        *("--slices", "auto", "--schedules", args.schedules, "--tries", str(args.tries)),
         *("--format", "json"),
     ]
 
