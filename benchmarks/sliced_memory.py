@@ -9,6 +9,8 @@ of 1F1B's first rank divided by what it holds, and with 1F1B's most.
 
   python benchmarks/sliced_memory.py             # 8 ranks, 16 microbatches of 8 slices
 
+A schedule named "..., limited" drops slices to keep a tenth of 1F1B's memory.
+
 Bars: at most 1.10 of the simulated peak, and at most 0.27 of 1F1B's with the sizes above. Prints a
 table and, last, one JSON line; ends with 1 when a bar is missed.
 """
@@ -33,13 +35,16 @@ from layer_sizes import LOCAL, LayerSizes
 from rich.console import Console
 from rich.table import Table
 
-from megatron_zb import schedules
+from megatron_zb.job.settings import ScheduleSettings
+from megatron_zb.megatron_core.current_schedule import CurrentSchedule, JobSizes
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.schedules.slices import costs_of
+from megatron_zb.schedules import Timeline
+from megatron_zb.schedules.layout import Layers
 from megatron_zb_train.synthetic_steps import join
 
 BASE = "1f1b"
 MOST_OVER, MOST_OF_BASE = 1.10, 0.27
+LIMITED, LIMIT = ", limited", 0.1
 
 
 @dataclass(frozen=True)
@@ -99,27 +104,35 @@ def _arguments() -> argparse.Namespace:
     number("--microbatches", default=16, help="of a step (default 16)")
     number("--slices", default=8, help="of a microbatch (default 8)")
     parser.add_argument(
-        "--schedules", nargs="+", default=["1f1b, sliced", "zb-h1", "v-half"], metavar="NAME"
+        "--schedules",
+        nargs="+",
+        default=["1f1b, sliced", "zb-h1", "v-half", f"v-zb{LIMITED}"],
+        metavar="NAME",
     )
     return parser.parse_args()
 
 
-def _table(job: Job, name: str) -> tuple[schedules.Schedule, schedules.Timeline]:
-    """Return a schedule and its simulation; passes take equally long, and W frees an activation."""
-    costs = schedules.Costs.uniform(pipeline_size=job.ranks, forward=1.0, backward=1.0, weight=1.0)
-    schedule = schedules.build(
-        name.removesuffix(", sliced"),
-        pipeline_size=job.ranks,
-        num_microbatches=job.microbatches,
-        costs=costs,
-        slices=1 if name == BASE else job.slices,
+def _asked(job: Job, name: str) -> tuple[ScheduleSettings, JobSizes]:
+    is_limited = name.endswith(LIMITED)
+    settings = ScheduleSettings(
+        pipeline_schedule=name.removesuffix(", sliced").removesuffix(LIMITED),
+        pipeline_slices=1 if name == BASE else job.slices,
+        pipeline_recompute="auto" if is_limited else "off",
+        pipeline_memory_limit=LIMIT if is_limited else None,
     )
-    return schedule, schedules.simulate(schedule, costs_of(schedule, costs))
+    layers = Layers(job.layers)
+    sizes = JobSizes(pipeline_size=job.ranks, num_microbatches=job.microbatches, layers=layers)
+    return settings, sizes
+
+
+def _timeline(job: Job, name: str) -> Timeline:
+    """Simulate a schedule; passes take equally long, and W frees an activation."""
+    return CurrentSchedule.named(*_asked(job, name)).timeline
 
 
 def _compared(job: Job, name: str, peaks: dict[str, list[int]]) -> dict[str, float]:
     base = max(peaks[BASE])
-    promised = {each: max(_table(job, each)[1].peak_memory) for each in (BASE, name)}
+    promised = {each: max(_timeline(job, each).peak_memory) for each in (BASE, name)}
     return {
         "peak_bytes": max(peaks[name]),
         "held": max(peaks[name]) / base * promised[BASE],
@@ -141,7 +154,7 @@ def _rank(rank: int, job: Job, folder: str) -> None:
     join(rank, job.ranks, f"{folder}/meeting")
     found: dict[str, Any] = {}
     for name in (BASE, *job.schedules):
-        chunks = _table(job, name)[0].placement.chunks
+        chunks = _timeline(job, name).schedule.placement.chunks
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=job.ranks,
             virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
@@ -178,18 +191,9 @@ def _peak(rank: int, job: Job, name: str) -> int:
 
 
 def _adapter(job: Job, name: str) -> Any:
-    from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter, ScheduleSettings
-    from megatron_zb.schedules.layout import Layers
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
 
-    return PipelineAdapter.create(
-        ScheduleSettings(
-            pipeline_schedule=name.removesuffix(", sliced"),
-            pipeline_slices=1 if name == BASE else job.slices,
-        ),
-        JobSizes(
-            pipeline_size=job.ranks, num_microbatches=job.microbatches, layers=Layers(job.layers)
-        ),
-    )
+    return PipelineAdapter.create(*_asked(job, name))
 
 
 def _model(rank: int, job: Job, adapter: Any) -> list[Any]:

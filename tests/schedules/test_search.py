@@ -157,3 +157,16 @@ def test_effort_grows_with_seconds_up_to_what_is_useful(
     slower = runner.effort_of(problem, 0.02, pace)
     assert 0 < slower.runs < twice.runs / 5
     assert slower.moves == 0
+
+
+def test_neighbours_move_quotas_of_a_range_of_ranks_by_one_or_two_either_way() -> None:
+    """The last chunk of each rank has no quota to move."""
+    weights, dice = PriorityWeights.from_preset(PRESETS[0], 2, _P), random.Random(3)
+    shifts = {weights.changed(dice, 2, _P).shift for _ in range(2000)} - {weights.shift}
+    steps = {step for shift in shifts for step in shift if step}
+    assert steps == {-2, -1, 1, 2}
+    for shift in shifts:
+        assert not any(shift[1::2])
+        moved = [rank for rank, step in enumerate(shift[0::2]) if step]
+        assert moved == list(range(moved[0], moved[-1] + 1))
+        assert len({shift[2 * rank] for rank in moved}) == 1

@@ -22,6 +22,8 @@ from megatron_zb.schedules.sliced_states import (
 )
 from megatron_zb.schedules.slices import SlicedRules, Slicing, costs_of
 
+pytestmark = pytest.mark.usefixtures("brief_searches")
+
 P, M, N = 4, 6, 4
 KEPT = Costs.uniform(pipeline_size=P, forward=1.0, backward=1.0, weight=1.0)
 DROPPED = KEPT.with_recomputation(kept_input=0.01)
