@@ -243,7 +243,9 @@ class AutogradStage:
             output = self._compute(microbatch, activation)
         self._live[microbatch] = (activation, self._start_of_backward(output))
 
-    def _forward_moved(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+    def _forward_moved(
+        self, microbatch: int, activation: torch.Tensor | None
+    ) -> torch.Tensor | None:
         assert self.moves is not None
         if activation is not None:
             activation.requires_grad_()
@@ -253,7 +255,7 @@ class AutogradStage:
         if activation is not None:  # its gradient will have its shape; its data moves, too
             activation.data = activation.new_empty(1).expand(activation.shape)
         self.moves.begin_copy_out(microbatch)
-        return output.detach()
+        return None if self._is_last else output.detach()
 
     def end_copy_out(self, microbatch: int) -> None:
         """Run D: wait until the copy to the host has ended, and free the copied memory."""

@@ -114,9 +114,9 @@ class Timeline:
     def peak_microbatches(self) -> tuple[float, ...]:
         """Peaks of ranks in whole microbatches: :attr:`peak_activation`.
 
-        Where activations are dropped, of their memory, which has what is left of them, too.
+        Where activations are dropped or moved, of their memory, which has what is left of them.
         """
-        if self.schedule.dropped:
+        if self.schedule.dropped or self.schedule.moved:
             return tuple(memory / self.microbatch for memory in self.peak_memory)
         rules, counted = self.schedule.rules, self.schedule.num_microbatches
         share = rules.whole_microbatches(self.schedule) / counted

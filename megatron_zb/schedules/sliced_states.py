@@ -89,8 +89,6 @@ class _SlicedRank:
 
     def __init__(self, timeline: Timeline, rank: int) -> None:
         schedule, self._costs = timeline.schedule, timeline.costs
-        # only what is dropped can be of the last stage
-        kept = None if self._costs.recompute else schedule.placement.num_stages - 1
         times = zip(schedule.ranks[rank], timeline.start[rank], timeline.end[rank], strict=True)
         self._line: list[Pass] = []
         self._forward: dict[tuple[int, int], tuple[int, float]] = {}
@@ -100,7 +98,7 @@ class _SlicedRank:
             unit = p.stage, p.microbatch
             if p.kind is PassKind.F:
                 self._forward[unit] = len(self._line), end
-            elif p.kind in _BACKWARD and p.stage != kept:
+            elif p.kind in _BACKWARD:
                 self._lives.append((start - self._forward[unit][1], unit))
                 self._again[unit] = len(self._line)
                 self._line.append(p._replace(kind=PassKind.R))

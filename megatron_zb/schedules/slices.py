@@ -355,11 +355,12 @@ class SlicedRules(TrainingRules):
     def by_kind(self) -> dict[PassKind, Kind]:
         """Entries of the table; a joined W frees what all slices have left for it.
 
-        The last stage may drop slices, too: B of a microbatch's first slice follows that of its
-        last one, not F.
+        The last stage may drop or move slices, too: B of a microbatch's first slice follows that of
+        its last one, not F.
         """
         kinds = {it.kind: it for it in (*self.whole.kinds, *self.more)}
-        kinds[PassKind.R] = replace(kinds[PassKind.R], home=Home.STAGES)
+        for state in (PassKind.R, PassKind.D, PassKind.H):
+            kinds[state] = replace(kinds[state], home=Home.STAGES)
         for moved, sign in ((PassKind.D, 1), (PassKind.H, -1)):
             kind = kinds[moved]
             kinds[moved] = replace(kind, memory=(*kind.memory, (_STAYS, sign)))

@@ -244,17 +244,13 @@ def one_by_one(_name: str, *, slices: Slicing, **_others: Any) -> Schedule:
 
 
 def with_states(name: str, **request: Any) -> Schedule:
-    """A schedule in which a third of the slices are dropped, and a third are moved to the host.
-
-    Of the last stage, every other one is dropped.
-    """
+    """A schedule in which a third of the slices are dropped, and a third are moved to the host."""
     order = schedules.build(name, **request)
-    last = order.placement.num_stages - 1
     backward = (PassKind.B, PassKind.BW)
 
     def passes(rank: tuple[Pass, ...]) -> Iterator[Pass]:
         for p in rank:
-            third = (p.stage + p.microbatch) % 3 if p.stage < last else p.microbatch % 2
+            third = (p.stage + p.microbatch) % 3
             if p.kind in backward and third:
                 yield p._replace(kind=PassKind.R if third == 1 else PassKind.H)
             yield p

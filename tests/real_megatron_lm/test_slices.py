@@ -16,6 +16,7 @@ from real_megatron_lm.runs import MODEL, PIPELINE_OF_TWO, Logged, check_near, pr
         "zb-h1 --pipeline-slices 12,12,8",
         "1f1b --pipeline-slices 2",
         "v-half --pipeline-slices 4 --pipeline-recompute auto --pipeline-memory-limit 0.3",
+        "v-zb --pipeline-slices 4 --pipeline-offload auto --pipeline-memory-limit 0.25",
         "v-zb --pipeline-slices 4 --pipeline-vocabulary on",
     ],
 )

@@ -173,3 +173,12 @@ def test_less_than_a_microbatch_is_enough() -> None:
     assert max(timeline.peak_activation) / N < peak <= 0.125 * P * (1 + 1e-9) < 1
     share = f"{peak:.6g} microbatches ({peak / P:.2f} of 1F1B's)"
     assert title_of(timeline).endswith(f"peak activation memory {share}")
+
+
+def test_slices_of_the_last_stage_move_too() -> None:
+    schedule = built("v-zb", MOVED, 0.1)
+    timeline = simulate(schedule, costs_of(schedule, MOVED))
+    last = schedule.placement.num_stages - 1
+    assert any(stage == last for stage, _ in schedule.moved)
+    assert max(timeline.peak_microbatches) == pytest.approx(max(timeline.peak_memory))
+    assert max(timeline.peak_activation) / N < max(timeline.peak_memory) <= 0.1 * P * (1 + 1e-9)

@@ -20,7 +20,7 @@ OF_STATE = {
 def with_states(schedule: Schedule, seed: int, drop: float = 0.0, move: float = 0.0) -> Schedule:
     """The same order, with R, or D and H, of shares of the units anywhere between F and B.
 
-    The last stage has R of slices alone.
+    The last stage has them of slices alone.
     """
     dice = random.Random(seed)
     last, r = schedule.placement.num_stages - 1, schedule.rules.by_kind[PassKind.R]
@@ -32,8 +32,6 @@ def with_states(schedule: Schedule, seed: int, drop: float = 0.0, move: float = 
                 continue
             at = dice.random()
             state = "drop" if at < drop else "move" if at < drop + move else "keep"
-            if p.stage == last and state == "move":  # only slices are dropped there
-                continue
             _insert(line, p, OF_STATE[state], dice)
         ranks.append(tuple(line))
     return replace(schedule, ranks=tuple(ranks)).validate()

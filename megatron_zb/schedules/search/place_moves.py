@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from megatron_zb.schedules.kinds import Home
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
@@ -89,7 +90,8 @@ class _Line:
 
     def __init__(self, timeline: Timeline, rank: int, limit: float) -> None:
         schedule, costs = timeline.schedule, timeline.costs
-        last = schedule.placement.num_stages - 1
+        is_last_kept = schedule.rules.by_kind[PassKind.D].home is Home.INNER
+        kept = schedule.placement.num_stages - 1 if is_last_kept else None
         times = zip(schedule.ranks[rank], timeline.start[rank], timeline.end[rank], strict=True)
         rest = [it for it in times if it[0].kind not in (PassKind.D, PassKind.H)]
         self._passes = [p for p, _, _ in rest]
@@ -102,7 +104,7 @@ class _Line:
         self._backwards = [
             (_unit(p), i, start)
             for i, (p, start, _) in enumerate(rest)
-            if p.kind in _BACKWARD and p.stage != last and _unit(p) not in schedule.dropped
+            if p.kind in _BACKWARD and p.stage != kept and _unit(p) not in schedule.dropped
         ]
         self._copy = {u: costs.of(u[1]).copy[u[0]] for u, _, _ in self._backwards}
 
