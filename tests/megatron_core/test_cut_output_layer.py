@@ -227,10 +227,10 @@ SLOW = 0.4
 """Seconds for which a pass is held up, so that others wait for it."""
 
 
-def words_while_held_up(case: GPTCase, kind: PassKind, rank: int) -> set[str]:
+def words_while_held_up(case: GPTCase, kind: PassKind, rank: int, count: int) -> set[str]:
     """What the watchdog would say of this rank while a rank's passes of a kind take their time."""
     said, done, usual = set[str](), threading.Event(), HANDLERS[kind]
-    with gpt_cases.built(replace(case, vocabulary=True), "zb-h1", 4) as (adapter, chunks):
+    with gpt_cases.built(replace(case, vocabulary=True), "zb-h1", count) as (adapter, chunks):
         assert adapter is not None
         function = adapter.forward_backward_func
 
@@ -247,8 +247,8 @@ def words_while_held_up(case: GPTCase, kind: PassKind, rank: int) -> set[str]:
         looking.start()
         try:
             with mock.patch.dict(HANDLERS, {kind: held_up}):
-                data = [gpt_cases.microbatches(case, 4) for _ in chunks]
-                gpt_cases.forward_backward(function, chunks, data, 4)
+                data = [gpt_cases.microbatches(case, count) for _ in chunks]
+                gpt_cases.forward_backward(function, chunks, data, count)
         finally:
             done.set()
             looking.join()
@@ -269,9 +269,12 @@ def test_the_watchdog_tells_what_a_rank_waits_for(
 ) -> None:
     """Rank 1 has the loss: it waits for the part of rank 0, and rank 0 for what comes of it.
 
-    Rank 0 has the embedding's sum, and waits for the part of rank 1.
+    Rank 0 has the embedding's sum, and waits for the part of rank 1. It would wait to send a second
+    microbatch to an F that is held up.
     """
-    said = ranks(2).run(words_while_held_up, case=GPTCase(), kind=PassKind(kind), rank=rank)
+    count = 1 if kind == "F" else 4
+    held_up: dict[str, Any] = {"kind": PassKind(kind), "rank": rank, "count": count}
+    said = ranks(2).run(words_while_held_up, case=GPTCase(), **held_up)
     assert f"is in {doing}, microbatch j" in said[rank]
     source = f"from pipeline rank {rank} in schedule order"
     assert f"waits for {waits}, microbatch j, {source}" in said[1 - rank]

@@ -219,7 +219,7 @@ def test_many_microbatches_are_continued_from_the_first_ones(
 def test_no_order_is_faster_than_the_bound_of_a_setting() -> None:
     row = predict(cut("v-half", slices=8), of("v-half"), IterationSettings(3), None)
     bound = PlanJob(LONG, a100(), 4, 80 * GIB, 3, 32768, ONE).optimistic(cut("v-half", slices=8), 3)
-    assert row.tokens_per_gpu <= bound < 1.5 * row.tokens_per_gpu
+    assert row.tokens_per_gpu <= bound * (1 + 1e-9) < 1.5 * row.tokens_per_gpu
 
 
 def test_slices_are_proposed_where_few_microbatches_do_not_fit() -> None:
