@@ -530,7 +530,7 @@ class _CountedSearch(PlanSearch):
         They are some that nearly fit, and some that fit only if activations are dropped or moved.
         """
         job = self.job
-        if not (job.drops or job.moves):
+        if not (job.drops or job.moves) or candidate.cuts_vocabulary:  # training refuses both
             return []
         near = [(staged, m) for _, staged, m in self._promising(candidate)]
         far = self.looking.settings.if_dropped(candidate)

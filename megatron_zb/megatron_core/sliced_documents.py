@@ -90,7 +90,7 @@ class Documents:
                     "leave --pipeline-slices out"
                 )
             starts[microbatch] = found
-        self._starts = most(starts, groups)
+        self._starts = all_reduced_max(starts, groups)
         if bool((self._starts < 0).any()):
             raise UsageError(
                 "--pipeline-slices needs the documents of samples on every stage: leave the flag "
@@ -139,8 +139,8 @@ class Documents:
         return torch.cat(outputs, dim=1)
 
 
-def most(own: torch.Tensor, groups: Sequence[Any]) -> torch.Tensor:
-    """Return the largest numbers of all ranks of some groups, on the CPU. Collective over them."""
+def all_reduced_max(own: torch.Tensor, groups: Sequence[Any]) -> torch.Tensor:
+    """Return the elementwise maximum over all ranks of some groups, on the CPU. Collective."""
     shared = [group for group in groups if group.size() > 1]
     if not shared:
         return own

@@ -33,8 +33,8 @@ from megatron_zb.megatron_core.sliced_documents import (
     OF_DOCUMENTS,
     Cut,
     Documents,
+    all_reduced_max,
     ends_in,
-    most,
     starts_of,
 )
 from megatron_zb.megatron_core.sliced_routers import WholeRouting, has_losses
@@ -136,7 +136,7 @@ class SlicesPart(StepPart):
         first = self._readers[held.index(0)] if 0 in held else None
         found = torch.tensor([first is not None and first.finds_ends()]).int()
         documents = None
-        if bool(most(found, groups).any()):
+        if bool(all_reduced_max(found, groups).any()):
             for reader in filter(None, self._readers):
                 reader.has_documents = True
             starts = None if first is None else first.read_ahead(step.num_microbatches)

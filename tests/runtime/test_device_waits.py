@@ -69,7 +69,7 @@ PLACES = {
     "megatron_core/verification.py:Verification._compare": BETWEEN_STEPS,
     "megatron_core/profiling.py:Profiling.measured": BETWEEN_STEPS,
     "megatron_core/sliced_documents.py:Documents.attend": HOST,
-    "megatron_core/sliced_documents.py:most": "before the passes of a step",
+    "megatron_core/sliced_documents.py:all_reduced_max": "before the passes of a step",
     "megatron_core/split_backward.py:SequenceShard.whole": STREAM,
     "megatron_zb_distill/block_library.py:_scores": BETWEEN_STEPS,
     "megatron_zb_distill/block_library.py:_store": BETWEEN_STEPS,
