@@ -183,12 +183,17 @@ class LimitTooSmall(UsageError):
         return type(self), (self.args[0], self.needed)
 
 
-def _mean_of_most(costs: StageCosts, stages: Sequence[int], p: int, m: int) -> float:
-    """Return the mean activation memory of the p consecutive microbatches that hold the most."""
+def _memory_of(peak: float, costs: StageCosts, stages: Sequence[int], p: int, m: int) -> float:
+    """Return the activation memory of ``peak`` microbatches.
+
+    Each counts as the mean of the p consecutive ones that hold the most; all together hold at least
+    what they hold.
+    """
     if not costs.microbatches:
-        return sum(costs.activation[s] for s in stages)
+        return peak * sum(costs.activation[s] for s in stages)
     held = [sum(row.activation[s] for s in stages) for row in costs.microbatches]
-    return most_in_a_row(held, p) / min(p, m)
+    of_most = peak * (most_in_a_row(held, p) / min(p, m))
+    return of_most if peak < m else max(of_most, sum(held))
 
 
 @dataclass(frozen=True)
@@ -223,7 +228,7 @@ class Request:
         a family keeps the share of 1F1B's memory that it has for equal ones.
         """
         costs, p, m = self.costs.for_placement(placement), self.pipeline_size, self.num_microbatches
-        own = [peak_microbatches * _mean_of_most(costs, held, p, m) for held in placement.stages_of]
+        own = [_memory_of(peak_microbatches, costs, held, p, m) for held in placement.stages_of]
         users = self.limit.per_rank(self.costs)
         return tuple(own) if users is None else tuple(map(min, own, users))
 

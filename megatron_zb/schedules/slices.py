@@ -534,11 +534,16 @@ def _with_units(schedule: Schedule, unit: Callable[[int], int]) -> Schedule:
 # --- orders in turns
 
 
+_OF_WHOLE = TRAINING.by_kind[_BW].memory
+
+
 class _TurnRow(StageCosts):
     """Costs of F of a unit, and of B and W of the unit whose turn is the same."""
 
     def change(self, memory: Memory, stage: int) -> float:
         """Return a change of memory: what is freed is that of the turn."""
+        if memory == _OF_WHOLE:
+            return super().change((("freed_by_whole", -1),), stage)
         renamed = tuple((f"freed_{name}" if n < 0 else name, n) for name, n in memory)
         return super().change(renamed, stage)
 
@@ -589,14 +594,18 @@ class TurnCosts(SlicedCosts):
         return _TurnTable(**_fields(table) | {"microbatches": tuple(found)}, slices=n)
 
     def _row(self, there: StageCosts, back: StageCosts) -> _TurnRow:
-        none = (0.0,) * len(back.held_for_weight)
-        freed = back.memory.get(_HELD, none) if self.slicing.joins_weight else back.held_for_weight
+        held, whole = back.held_for_weight, back.activation
+        freed = held
+        if self.slicing.joins_weight:  # a whole backward frees what B does, and all that W does
+            freed = back.memory.get(_HELD, (0.0,) * len(held))
+            whole = tuple(a - h + f for a, h, f in zip(back.activation, held, freed, strict=True))
         tables = {
             name: getattr(back, name)
             for name in ("backward", "backward_hop", "weight", "held_for_weight", "whole")
         }
-        memory = (("freed_activation", back.activation), ("freed_held_for_weight", freed))
-        return _TurnRow(**_fields(there) | tables | {"memory_of_others": memory})
+        memory = {"activation": back.activation, "held_for_weight": freed, "by_whole": whole}
+        others = tuple((f"freed_{name}", table) for name, table in memory.items())
+        return _TurnRow(**_fields(there) | tables | {"memory_of_others": others})
 
 
 def _fields(table: StageCosts) -> dict[str, Any]:

@@ -191,6 +191,7 @@ def _checked(schedule: Schedule, costs: Costs) -> ByHand:
 )
 @example("zb-h1", 2, 2, [1, 1], True, 0.0, 0.5)  # one W holds what all slices need
 @example("zb-h1", 2, 2, [2, 1], None, 0.0, 1.0)  # unequal slices hold more than 1F1B's share
+@example("auto", 2, 1, [2, 1, 2], None, 0.0, 1.0)  # and than so many of those beside one another
 def test_schedules_keep_their_limit_or_name_the_smallest(
     name: str,
     p: int,

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.rules import TRAINING
 from megatron_zb.schedules.search.inner_loops import (
     INFINITY,
     Graph,
@@ -90,7 +91,10 @@ class Problem:
         sinks = [2 * block - m + turn_of[j] for j in range(m)]
         implied = needed == list(range(m)) and not self.turn
         turns = sources if implied else [block - m + j for j in needed]
-        freed, freed_by_w = (("activation", -1),), (("held_for_weight", -1),)
+        backward, weight = (
+            TRAINING.by_kind[kind].memory
+            for kind in (PassKind.B if self.split else PassKind.BW, PassKind.W)
+        )
         return Graph(
             placement.pipeline_size,
             placement.chunks,
@@ -127,8 +131,8 @@ class Problem:
             ),
             memory=each(
                 lambda row, s: row.activation[s],
-                lambda row, s: (row.held_for_weight[s] * self.split) + row.change(freed, s),
-                lambda row, s: row.change(freed_by_w, s),
+                lambda row, s: row.change(backward, s),
+                lambda row, s: row.change(weight, s),
             ),
             limit=make.floats([limit + _TOLERANCE * (1 + limit) for limit in self.limit]),
             work=make.floats([self._work(rank) for rank in range(placement.pipeline_size)]),
