@@ -40,7 +40,6 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.schedules.passes import Channel
-from megatron_zb.schedules.slices import costs_of
 
 BASE = "1f1b"
 TIMED_STEPS = 2
@@ -195,8 +194,7 @@ def measure(schedule: schedules.Schedule, job: Job, layer: dict[str, int]) -> di
     peaks = [replay.peak_bytes for replay in replays]
     units = schedule.num_microbatches
     promised, simulated = (
-        schedules.simulate(schedule, costs_of(schedule, costs))
-        for costs in (_costs(job), _costs(job, layer))
+        schedules.simulate(schedule, costs) for costs in (_costs(job), _costs(job, layer))
     )
     return {
         "peak_bytes": max(peaks),

@@ -44,7 +44,7 @@ def built(
         memory_limit=None if held is None else held / p,
     )
     seconds = time.process_time() - begin
-    timeline = schedules.simulate(schedule.validate(), slices.costs_of(schedule, costs))
+    timeline = schedules.simulate(schedule.validate(), costs)
     schedules.lower(schedule, timeline)
     assert schedule.report is not None
     return {

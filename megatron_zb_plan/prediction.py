@@ -14,7 +14,7 @@ from megatron_zb.schedules import Costs, Pass, PassKind, Schedule, catalog, lowe
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.simulator import Timeline
-from megatron_zb.schedules.slices import Slicing, costs_of, slicing_of
+from megatron_zb.schedules.slices import Slicing, slicing_of
 from megatron_zb.schedules.waiting_kernels import waiting_kernels
 from megatron_zb_plan.byte_counts import ActivationBytes
 from megatron_zb_plan.encoder import CountedEncoder
@@ -374,7 +374,7 @@ class Ordered:
         return seconds + (m - more) * each, running + (m - more) * each_runs
 
     def _simulated(self, schedule: Schedule) -> Timeline:
-        return schedules.simulate(schedule, costs_of(schedule, self.costs))
+        return schedules.simulate(schedule, self.costs)
 
 
 def ordered(

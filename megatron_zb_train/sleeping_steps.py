@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_zb import schedules
 from megatron_zb.cli.ending import ended
 from megatron_zb.parsing import Parser, positive, seconds
-from megatron_zb.schedules.slices import Slicing, costs_of
+from megatron_zb.schedules.slices import Slicing
 from megatron_zb_train.synthetic_steps import SyntheticSteps, join
 
 
@@ -42,7 +42,7 @@ def _run(argv: Sequence[str] | None) -> None:
     for name in args.schedules:
         sizes = {"pipeline_size": ranks, "num_microbatches": args.num_microbatches}
         schedule = schedules.build(name, **sizes, costs=costs, slices=args.slices)
-        record = _timed(name, rank, schedule, args.repetitions, costs_of(schedule, costs))
+        record = _timed(name, rank, schedule, args.repetitions, costs)
         if rank == 0:
             with args.log_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

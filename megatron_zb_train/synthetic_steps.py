@@ -174,9 +174,10 @@ class SyntheticSteps:
 
     def __init__(self, rank: int, schedule: schedules.Schedule, costs: schedules.Costs) -> None:
         placement = schedule.placement
-        table = costs.for_placement(placement)
+        timeline = schedules.simulate(schedule, costs)
+        table = timeline.costs
         self.rank, self.size = rank, placement.pipeline_size
-        self.program = schedules.lower(schedule, schedules.simulate(schedule, costs))
+        self.program = schedules.lower(schedule, timeline)
         self.channels = Channels(list(range(self.size)), placement, "cpu")
         copies = SleepingCopies(table) if schedule.moved else None
         self.stages = {s: SyntheticStage(s, table, copies) for s in placement.stages_of[rank]}

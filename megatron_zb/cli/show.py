@@ -15,7 +15,7 @@ from megatron_zb.parsing import flag_of, positive, seconds
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.slices import KEPT, Slicing, costs_of
+from megatron_zb.schedules.slices import KEPT, Slicing
 
 # The choices that a schedule may have, as build() and the command line name them.
 _CHOICES = ("memory_limit", "chunks", "group_size")
@@ -339,7 +339,7 @@ def _built(arguments: argparse.Namespace) -> schedules.Timeline:
         slices=slicing,
         **{name: getattr(arguments, name) for name in _CHOICES},
     )
-    return schedules.simulate(schedule, costs_of(schedule, costs))
+    return schedules.simulate(schedule, costs)
 
 
 def _check_states(arguments: argparse.Namespace) -> None:

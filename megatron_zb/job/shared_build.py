@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,11 @@ from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.slices import SlicedRules, costs_of, slicing_of, with_numbers, with_units
 
 # --- the folder
 
 
 _FIELDS = ("reason", "table")
-_JOINED = "joins_weight"  # with token slices: whether one W is for a microbatch
 _MOST_FILE_BYTES = 256 * 2**20
 
 
@@ -75,11 +72,7 @@ def key_of(values: dict[str, Any]) -> str:
 
 def pack(schedule: Schedule) -> dict[str, str]:
     """Return a schedule as texts: its reason and its table."""
-    slicing, reason = slicing_of(schedule), schedule.reason
-    if slicing is None:
-        return {"reason": reason, "table": interchange.to_csv(schedule)}
-    table = interchange.to_csv(with_numbers(schedule))
-    return {"reason": reason, "table": table, _JOINED: str(bool(slicing.joins_weight))}
+    return {"reason": schedule.reason, "table": interchange.to_csv(schedule)}
 
 
 def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
@@ -94,14 +87,7 @@ def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
     """
     if not isinstance(texts, dict) or not all(isinstance(texts.get(f), str) for f in _FIELDS):
         raise UsageError("it holds no schedule")
-    slicing, change_rules = request.get("slices"), None
-    if slicing is not None:
-        slicing = replace(slicing, joins_weight=texts.get(_JOINED) == str(True))
-        change_rules = partial(SlicedRules, slicing)
-    name = catalog.family(name).name
-    found = interchange.from_csv(texts["table"], name=name, change_rules=change_rules)
-    if slicing is not None:
-        found = with_units(found, slicing)
+    found = catalog.from_table(name, texts["table"], request)
     p, m = request["pipeline_size"], request["num_microbatches"]
     sizes = (found.placement.pipeline_size, found.rules.whole_microbatches(found))
     if sizes != (p, m):
@@ -117,9 +103,7 @@ def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
     costs: Costs | None = request.get("costs")
     if costs is not None:
         most = limit.per_rank(costs)
-        if most is not None and not keeps(
-            simulate(found, costs_of(found, costs)).peak_memory, most
-        ):
+        if most is not None and not keeps(simulate(found, costs).peak_memory, most):
             raise UsageError("it does not keep the memory limit")
     return replace(found, reason=texts["reason"])
 

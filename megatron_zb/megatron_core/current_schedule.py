@@ -23,7 +23,6 @@ from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import Timeline, simulate
 from megatron_zb.schedules.slices import AUTO, GAIN, KEPT, Slicing, least_tokens, slicing_of
-from megatron_zb.schedules.slices import costs_of as sliced_costs
 from megatron_zb.schedules.step_plan import (
     NO_ATTENTION,
     AttentionWork,
@@ -214,7 +213,7 @@ class CurrentSchedule:
     @property
     def timeline(self) -> Timeline:
         """The schedule in the time of its costs."""
-        return simulate(self.schedule, sliced_costs(self.schedule, self.costs))
+        return simulate(self.schedule, self.costs)
 
     @property
     def _in_a_row(self) -> bool:
@@ -281,7 +280,7 @@ class CurrentSchedule:
 
     def seconds(self, schedule: Schedule, costs: Costs) -> float:
         """Predict the seconds of an iteration, for costs of whole microbatches."""
-        timeline = simulate(schedule, sliced_costs(schedule, costs))
+        timeline = simulate(schedule, costs)
         return timeline.seconds(back_to_back=self._in_a_row)
 
     # --- another number of microbatches
@@ -311,10 +310,9 @@ class CurrentSchedule:
 
     def _build_program(self, num_microbatches: int, forward_only: bool, captured: bool) -> Program:
         schedule = self.table(num_microbatches, forward_only)
-        costs = sliced_costs(schedule, self.costs)
         if forward_only:
-            schedule = in_forward_order(schedule, costs)
-        return lower(schedule, simulate(schedule, costs), captured=captured)
+            schedule = in_forward_order(schedule, self.costs)
+        return lower(schedule, simulate(schedule, self.costs), captured=captured)
 
     def _limits(self, is_measured: bool) -> dict[str, float | None]:
         """Return the memory limit as arguments of ``schedules.build``."""

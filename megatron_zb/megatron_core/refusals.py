@@ -138,12 +138,10 @@ CONDITIONS: dict[str, Callable[[Asked], str | None]] = {
     "v": lambda asked: asked.for_all(_is_mirrored),
     "split": lambda asked: asked.choice if asked.splits else None,
     "graphs": _graphs,
-    "verify": _flag("pipeline_verify"),
     "recompute": _state("pipeline_recompute", lambda table: bool(table.dropped), "R"),
     "offload": _state("pipeline_offload", lambda table: bool(table.moved), "D and H"),
     "overlap": _flag(OVERLAP),
     "vocabulary": _flag("pipeline_vocabulary", "on"),
-    "slices": _flag("pipeline_slices"),
     "layer_streams": _layer_streams,
     "post_validation": _flag("enable_optimizer_post_validation"),
     "file": lambda asked: (
@@ -151,7 +149,14 @@ CONDITIONS: dict[str, Callable[[Asked], str | None]] = {
     ),
     "named": lambda asked: asked.choice if asked.value("pipeline_schedule") else None,
 }
-"""Return, by the name of a condition, what refusals call it while it holds, and None otherwise."""
+"""Return, by the name of a condition, what refusals call it while it holds, and None otherwise.
+
+Any other name is that of a flag: ``verify`` is the condition that ``--pipeline-verify`` is given.
+"""
+
+
+def _condition(name: str) -> Callable[[Asked], str | None]:
+    return CONDITIONS.get(name) or _flag(f"pipeline_{name}")
 
 
 def _is_above(value: Any, limit: int | list[str], asked: Asked) -> bool:
@@ -231,7 +236,8 @@ def refusals(asked: Asked, stage: str = START, only: Collection[str] = ()) -> It
     Args:
         only: conditions to look at; without any, all.
     """
-    held = {name: CONDITIONS[name](asked) for name in only or CONDITIONS}
+    names = only or {name for row in rows() for name in row.with_}
+    held = {name: _condition(name)(asked) for name in names}
     for row in rows():
         others = [text for name in row.with_ if (text := held.get(name)) is not None]
         if stage not in row.stage or not others:

@@ -79,7 +79,7 @@ class MegatronStage(AutogradStage):
         return output
 
     def _unit(self, microbatch: int) -> AbstractContextManager[None]:
-        """Return the context in which the user's functions run for a microbatch, or a slice."""
+        """Return the context in which the user's functions run for a microbatch or a part."""
         return NOTHING
 
     def _start_of_backward(self, output: torch.Tensor) -> Any:

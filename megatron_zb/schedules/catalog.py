@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules import families
+from megatron_zb.schedules import families, interchange
 from megatron_zb.schedules import placement as placements
 from megatron_zb.schedules.auto import auto, candidates, candidates_with_vocabulary
 from megatron_zb.schedules.bounds import lower_bound
@@ -20,7 +21,7 @@ from megatron_zb.schedules.schedule import Report, Schedule
 from megatron_zb.schedules.search.place_vocabulary import fastest_with_vocabulary
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.sliced_families import build_sliced
-from megatron_zb.schedules.slices import Slicing
+from megatron_zb.schedules.slices import Slicing, of_table
 
 _ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
 _CONTROLLABLE = "Pipeline Parallelism with Controllable Memory, arXiv 2405.15362"
@@ -405,6 +406,17 @@ def build(
     schedule = replace(schedule, name=chosen.name)
     schedule.check_ranks()
     return _reported(schedule, replace(request, costs=costs))
+
+
+def from_table(name: str, table: str, request: Mapping[str, Any]) -> Schedule:
+    """Read the table of a schedule that :func:`build` has returned for a request, its arguments.
+
+    Raises:
+        UsageError: there is no such schedule, or see :func:`interchange.from_csv`.
+    """
+    slicing = Slicing.given(request.get("slices") or 1)
+    change = None if slicing.slices == 1 else partial(of_table, slicing=slicing)
+    return interchange.from_csv(table, name=family(name).name, change=change)
 
 
 def _check_parts(costs: Costs) -> None:

@@ -31,7 +31,6 @@ from megatron_zb.schedules.rules import (
     TRAINING,
     EmbeddingRules,
     PredictionRules,
-    Rules,
     TrainingRules,
     VocabularyRules,
 )
@@ -93,7 +92,7 @@ def _row(schedule: Schedule, rank: int) -> Iterator[str]:
 
 
 def _cell_text(p: Pass) -> str:
-    return f"{p.stage}{_LETTER.get(p.kind, p.kind)}{p.microbatch}"
+    return f"{p.stage}{_LETTER.get(p.kind, p.kind)}{int(p.microbatch)}"
 
 
 def digest(schedule: Schedule) -> str:
@@ -127,12 +126,13 @@ def from_csv(
     source: str | Path,
     *,
     name: str | None = None,
-    change_rules: Callable[[TrainingRules], Rules] | None = None,
+    change: Callable[[Schedule], Schedule] | None = None,
 ) -> Schedule:
     """Read a compute-only table, from a text (str) or a file (Path), and validate it.
 
     The rank of a stage is the row that runs it; every row must run equally many stages. The name
-    is that of the file when left out, the rules are those of its passes, changed if need be.
+    is that of the file when left out, the rules are those of its passes. ``change`` makes what is
+    validated of that, where a table says less than its schedule.
 
     Raises:
         UsageError: the file cannot be read, or the table breaks a rule (InvalidSchedule); the
@@ -147,9 +147,10 @@ def from_csv(
     num_microbatches = 1 + max(cell.work.microbatch for row in rows for cell in row)
     ranks = tuple(tuple(cell.work for cell in row) for row in rows)
     pairs = frozenset(cell.work for row in rows for cell in row if cell.joined)
-    of_passes = rules_of(ranks)
-    rules = of_passes if change_rules is None else change_rules(of_passes)
+    rules = rules_of(ranks)
     schedule = Schedule(name, placement, num_microbatches, ranks, rules=rules, pairs=pairs)
+    if change is not None:
+        schedule = change(schedule)
     try:
         return schedule.validate()
     except InvalidSchedule as error:

@@ -22,7 +22,7 @@ from megatron_zb.schedules.kinds import (
 )
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.stage_costs import StageCosts
+from megatron_zb.schedules.stage_costs import Priced, StageCosts
 from megatron_zb.schedules.task_graph import Row, TaskGraph
 
 Moment: TypeAlias = tuple[float, ...]
@@ -91,6 +91,10 @@ class Rules:
     def whole_microbatches(self, schedule: Sizes) -> int:
         """Return the number of microbatches, whatever the passes of a schedule count."""
         return schedule.num_microbatches
+
+    def unit_costs(self, schedule: Sizes, costs: Priced) -> Priced:
+        """Return the costs of what passes count, from those of whole microbatches."""
+        return costs
 
     def turns(self, kind: Kind, units: range) -> Sequence[int]:
         """Return the units of a row that a rank has, in the order in which it runs them."""

@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from megatron_zb.schedules.costs import check_number
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
-from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, Rules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
-from megatron_zb.schedules.stage_costs import StageCosts
+from megatron_zb.schedules.stage_costs import Priced, StageCosts
 from megatron_zb.schedules.task_graph import Copy, replay
-
-
-class Priced(Protocol):
-    """Costs of passes on any placement: :class:`megatron_zb.schedules.Costs`, or block costs."""
-
-    def for_placement(self, placement: Placement) -> StageCosts: ...
 
 
 @dataclass(frozen=True)
@@ -184,13 +176,14 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
     """Run every rank's passes in order, each as early as its inputs allow.
 
     B(stage) waits for B(stage+1) and, from another rank, one transfer more; a fused BW keeps the
-    previous stage waiting until all of it has ended. See :func:`~task_graph.replay`.
+    previous stage waiting until all of it has ended. See :func:`~task_graph.replay`. The costs are
+    of whole microbatches.
 
     Raises:
         InvalidSchedule: the ranks wait for one another in a circle.
         UsageError: the costs are for another pipeline size, or another number of microbatches.
     """
-    table = costs.for_placement(schedule.placement)
+    table = schedule.rules.unit_costs(schedule, costs).for_placement(schedule.placement)
     check_number(table, schedule.num_microbatches)
     done = replay(schedule.orders, table)
     _check_all_ran(schedule, done.blocked)

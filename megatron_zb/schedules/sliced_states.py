@@ -18,7 +18,8 @@ from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.place_moves import place_moves
 from megatron_zb.schedules.search.place_w import split_all
-from megatron_zb.schedules.simulator import Priced, Timeline, simulate
+from megatron_zb.schedules.simulator import Timeline, simulate
+from megatron_zb.schedules.stage_costs import Priced
 
 _BACKWARD = (PassKind.B, PassKind.BW)
 _ROUNDING = 1 + 1e-9

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -29,7 +29,7 @@ from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, Sizes, TrainingRules
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.stage_costs import StageCosts
+from megatron_zb.schedules.stage_costs import Priced, StageCosts
 
 _F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 _OF_LOSS = frozenset({PassKind.O, PassKind.P, PassKind.V})
@@ -403,6 +403,12 @@ class SlicedRules(TrainingRules):
     def whole_microbatches(self, schedule: Sizes) -> int:
         return schedule.num_microbatches // self.slicing.slices
 
+    def unit_costs(self, schedule: Sizes, costs: Priced) -> Priced:
+        if isinstance(costs, SlicedCosts):
+            return costs
+        assert isinstance(costs, Costs)
+        return self.slicing.costs(costs, self.whole_microbatches(schedule))
+
     def sizes_in_words(self, schedule: Sizes) -> str:
         slices = self.slicing.slices
         return f"{self.whole_microbatches(schedule)} microbatches of {slices} slices"
@@ -412,14 +418,6 @@ def slicing_of(schedule: Schedule) -> Slicing | None:
     """Return how a schedule's microbatches are cut, None if they are whole."""
     rules = schedule.rules
     return rules.slicing if isinstance(rules, SlicedRules) else None
-
-
-def costs_of(schedule: Schedule, costs: Costs) -> Costs:
-    """Return the costs to simulate a schedule with, from those of whole microbatches."""
-    slicing = slicing_of(schedule)
-    if slicing is None:
-        return costs
-    return slicing.costs(costs, schedule.rules.whole_microbatches(schedule))
 
 
 @dataclass(frozen=True)
@@ -513,22 +511,17 @@ def in_units(schedule: Schedule, slicing: Slicing) -> Schedule:
     return replace(schedule, ranks=ranks, rules=rules)
 
 
-def with_numbers(schedule: Schedule) -> Schedule:
-    """Return a schedule of slices whose units are plain numbers, as a table has them."""
-    return _with_units(schedule, int)
-
-
-def with_units(schedule: Schedule, slicing: Slicing) -> Schedule:
-    """Return a schedule of slices whose plain numbers are units; inverse of the other one."""
-    units = [Unit(u, slicing.slices) for u in range(schedule.num_microbatches)]
-    return _with_units(schedule, units.__getitem__)
-
-
-def _with_units(schedule: Schedule, unit: Callable[[int], int]) -> Schedule:
+def of_table(schedule: Schedule, slicing: Slicing) -> Schedule:
+    """Return the schedule of slices, not validated, whose table has the passes of another one."""
+    n, rules = slicing.slices, schedule.rules
+    assert isinstance(rules, TrainingRules)
+    units = [Unit(u, n) for u in range(schedule.num_microbatches)]
     ranks = tuple(
-        tuple(p._replace(microbatch=unit(p.microbatch)) for p in rank) for rank in schedule.ranks
+        tuple(p._replace(microbatch=units[p.microbatch]) for p in rank) for rank in schedule.ranks
     )
-    return replace(schedule, ranks=ranks)
+    joined = all(p.microbatch % n == 0 for rank in ranks for p in rank if p.kind in (_W, _BW))
+    rules = SlicedRules(replace(slicing, joins_weight=joined), rules)
+    return replace(schedule, ranks=ranks, rules=rules)
 
 
 # --- orders in turns

@@ -7,8 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import sub
+from typing import Protocol
 
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
+from megatron_zb.schedules.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -235,3 +237,9 @@ class StageCosts:
         exchange += back.backward_comm[pair.backward.stage] if back.backward_comm else 0.0
         compute = forward + backward - exchange
         return max(compute, exchange, forward, backward) * (1.0 + self.pair_loss)
+
+
+class Priced(Protocol):
+    """Costs of passes on any placement: :class:`megatron_zb.schedules.Costs`, or block costs."""
+
+    def for_placement(self, placement: Placement) -> StageCosts: ...

@@ -170,7 +170,8 @@ def in_forward_order(schedule: Schedule, costs: Costs) -> Schedule:
     trained = schedule.forwards()
     if schedule.placement.chunks == 1 or not _has_forwards_alone(trained):
         return trained
-    greedy = _greedy(trained, costs.for_placement(schedule.placement))
+    of_units = schedule.rules.unit_costs(trained, costs)
+    greedy = _greedy(trained, of_units.for_placement(schedule.placement))
     return min(trained, greedy, key=lambda each: simulate(each, costs).makespan)
 
 

@@ -22,7 +22,6 @@ from megatron_zb.megatron_lm import argument_table
 from megatron_zb.parsing import GIB
 from megatron_zb.schedules import PassKind
 from megatron_zb.schedules.placement import v_shape
-from megatron_zb.schedules.slices import costs_of
 from megatron_zb_plan import byte_counts
 from megatron_zb_plan.model_flags import model_flags
 from megatron_zb_plan.operators import attention_flops
@@ -87,7 +86,7 @@ def test_time_and_memory_are_those_that_the_schedule_has_for_the_same_costs(name
     schedule = schedules.build(
         name, pipeline_size=4, num_microbatches=3, costs=costs, slices=staged.slicing
     )
-    timeline = schedules.simulate(schedule, costs_of(schedule, costs))
+    timeline = schedules.simulate(schedule, costs)
     assert row.predicted().pipeline_seconds == timeline.makespan
     last = staged.placement.rank_of[-1]  # W of the output layer keeps more than costs can have
     needed = []

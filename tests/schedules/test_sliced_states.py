@@ -20,7 +20,7 @@ from megatron_zb.schedules.sliced_states import (
     least_if_dropped,
     with_recomputation,
 )
-from megatron_zb.schedules.slices import SlicedRules, Slicing, costs_of
+from megatron_zb.schedules.slices import SlicedRules, Slicing
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
@@ -50,7 +50,7 @@ def test_a_limit_is_kept_in_no_more_time(name: str, costs: Costs) -> None:
             assert "cannot keep the memory limit" in str(error)
             assert limit == 0.22
             continue
-        timeline = simulate(schedule, costs_of(schedule, costs))
+        timeline = simulate(schedule, costs)
         if limit is not None:
             assert max(timeline.peak_memory) <= limit * WHOLE * (1 + 1e-9)
         try:
@@ -58,7 +58,7 @@ def test_a_limit_is_kept_in_no_more_time(name: str, costs: Costs) -> None:
         except UsageError:
             assert schedule.dropped or schedule.moved
         else:
-            assert timeline.makespan <= simulate(all_kept, costs_of(all_kept, KEPT)).makespan + 1e-9
+            assert timeline.makespan <= simulate(all_kept, KEPT).makespan + 1e-9
         seen.add(bool(schedule.dropped or schedule.moved))
     assert seen == {True, False} or name != "v-half"
 
@@ -71,7 +71,7 @@ def test_the_least_limit_is_named_in_the_users_terms(costs: Costs) -> None:
     least = float(str(refused.value).split()[-3])
     assert 0.02 < least <= 0.25  # what keeping all needs
     schedule = built("v-half", costs, least)
-    timeline = simulate(schedule, costs_of(schedule, costs))
+    timeline = simulate(schedule, costs)
     assert max(timeline.peak_memory) <= least * WHOLE * (1 + 1e-9)
 
 
@@ -83,7 +83,7 @@ def tiny() -> tuple[Schedule, Costs]:
     order = schedules.build(
         "1f1b", pipeline_size=3, num_microbatches=2, costs=costs, slices=slicing
     )
-    return order, costs_of(order, costs)
+    return order, costs
 
 
 def held(order: Schedule, costs: Costs) -> list[float]:
@@ -136,13 +136,13 @@ def test_keys_and_values_of_dropped_and_moved_slices_stay() -> None:
     order = built("1f1b", KEPT, None)
     of_rules = [replace(order, rules=SlicedRules(replace(SLICES, kept=k))) for k in (0.0, 0.2)]
     for costs in (DROPPED, MOVED):
-        without, beside = ((each, costs_of(each, costs)) for each in of_rules)
-        *others, last = held(*without)  # the last rank keeps all
+        without, beside = of_rules
+        *others, last = held(without, costs)  # the last rank keeps all
         limit = [*(0.6 * most for most in others), last]
-        found = fitted([without[0]], without[1], limit)[0]
-        again = replace(found.schedule, rules=beside[0].rules)
-        assert not keeps(held(again, beside[1]), limit)
-        fitting = fitted([beside[0]], beside[1], limit)
+        found = fitted([without], costs, limit)[0]
+        again = replace(found.schedule, rules=beside.rules)
+        assert not keeps(held(again, costs), limit)
+        fitting = fitted([beside], costs, limit)
         assert fitting and all(keeps(each.peak_memory, limit) for each in fitting)
 
 
@@ -156,16 +156,15 @@ def test_weight_gradients_right_behind_their_b_hold_least(joins: bool) -> None:
         for before, behind in pairwise(rank):
             if behind.kind is PassKind.W:
                 assert before == behind._replace(kind=PassKind.B)
-    costs = costs_of(order, DROPPED)
-    least = least_if_dropped(order, costs)
-    assert with_recomputation(order, costs, least) is None
-    assert with_recomputation(early, costs, least) is not None
+    least = least_if_dropped(order, DROPPED)
+    assert with_recomputation(order, DROPPED, least) is None
+    assert with_recomputation(early, DROPPED, least) is not None
 
 
 def test_less_than_a_microbatch_is_enough() -> None:
     """A rank keeps all slices of a microbatch before its first B, unless it drops some."""
     schedule = built("v-zb", DROPPED, 0.125)
-    timeline = simulate(schedule, costs_of(schedule, DROPPED))
+    timeline = simulate(schedule, DROPPED)
     last = schedule.placement.num_stages - 1
     assert any(stage == last for stage, _ in schedule.dropped)
     peak = max(timeline.peak_microbatches)
@@ -177,7 +176,7 @@ def test_less_than_a_microbatch_is_enough() -> None:
 
 def test_slices_of_the_last_stage_move_too() -> None:
     schedule = built("v-zb", MOVED, 0.1)
-    timeline = simulate(schedule, costs_of(schedule, MOVED))
+    timeline = simulate(schedule, MOVED)
     last = schedule.placement.num_stages - 1
     assert any(stage == last for stage, _ in schedule.moved)
     assert max(timeline.peak_microbatches) == pytest.approx(max(timeline.peak_memory))

@@ -28,7 +28,7 @@ from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.kernels import Plain
 from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
 from megatron_zb.schedules.search.runner import Problem, Runner
-from megatron_zb.schedules.slices import Slicing, costs_of, least_tokens, slicing_of
+from megatron_zb.schedules.slices import Slicing, least_tokens, slicing_of
 
 F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 NAMES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto")
@@ -153,7 +153,7 @@ def _checked(schedule: Schedule, costs: Costs) -> ByHand:
     slicing = slicing_of(schedule)
     assert slicing is not None
     by_hand = ByHand(schedule, slicing, costs)
-    timeline = simulate(schedule.validate(), costs_of(schedule, costs))
+    timeline = simulate(schedule.validate(), costs)
     lower(schedule, timeline)
     ends = by_hand.ends()
     found = {
@@ -226,7 +226,7 @@ def test_one_microbatch_of_memory_is_enough_for_a_search(name: str, joined: bool
 def test_fixed_orders_hold_what_the_literature_has(n: int) -> None:
     p, m, group = 4, 4, n * -(-4 // n)
     held = {
-        name: max(simulate(s, costs_of(s, _costs(p))).peak_memory)
+        name: max(simulate(s, _costs(p)).peak_memory)
         for name in ("1f1b", "zb-h1", "interleaved")
         for s in [_build(name, p, m, n)]
     }
@@ -239,7 +239,7 @@ def test_sliced_1f1b_waits_for_one_slice() -> None:
     p, m, n = 4, 4, 5
     costs = _costs(p, p2p=0.0)
     schedule = _build("1f1b", p, m, n, costs)
-    makespan = simulate(schedule, costs_of(schedule, costs)).makespan
+    makespan = simulate(schedule, costs).makespan
     assert makespan == pytest.approx(3.0 * m + (p - 1) * 3.0 / n)
 
 
@@ -248,7 +248,6 @@ def test_one_slice_is_the_schedule_of_microbatches(name: str) -> None:
     whole = _build(name, 3, 4, 1)
     assert whole == _build(name, 3, 4, Slicing((7.0,), 0.5))
     assert slicing_of(whole) is None
-    assert costs_of(whole, _costs(3)) == _costs(3)
     with briefly():
         assert whole == schedules.build(name, pipeline_size=3, num_microbatches=4, costs=_costs(3))
 
@@ -310,8 +309,8 @@ def test_a_loss_of_single_weight_gradients_joins_them() -> None:
         assert found.joins_weight is joined
     lossy = replace(alike, weight_loss=1.0, joins_weight=False)
     schedule = _build("1f1b", 2, 4, lossy)
-    busy = sum(simulate(schedule, costs_of(schedule, _costs(2))).utilisation)
-    makespan = simulate(schedule, costs_of(schedule, _costs(2))).makespan
+    busy = sum(simulate(schedule, _costs(2)).utilisation)
+    makespan = simulate(schedule, _costs(2)).makespan
     assert busy * makespan == pytest.approx(2 * 4 * 3.75)
 
 
@@ -327,7 +326,7 @@ def test_slices_of_equal_time() -> None:
 def test_unequal_microbatches_are_cut_each() -> None:
     costs = _costs(2, p2p=0.0).of_lengths((1.0, 2.0))
     schedule = _build("v-zb", 2, 2, 2, costs)
-    timeline = simulate(schedule, costs_of(schedule, costs))
+    timeline = simulate(schedule, costs)
     lengths = {
         p.microbatch: end - start
         for p, start, end in zip(schedule.ranks[0], timeline.start[0], timeline.end[0], strict=True)
@@ -343,10 +342,10 @@ def test_auto_is_never_slower_than_fused_orders_in_their_memory(
     p, m, costs = 4, 4, _costs(4)
     for slicing in (Slicing.equal(4, attention=0.5), Slicing((4.0, 3.0, 2.0))):
         fused = _build(name, p, m, slicing, chunks=chunks)
-        timeline = simulate(fused, costs_of(fused, costs))
+        timeline = simulate(fused, costs)
         limit = max(timeline.peak_memory) / p
         found = _build("auto", p, m, slicing, memory_limit=limit, chunks=chunks or 1)
-        assert simulate(found, costs_of(found, costs)).makespan <= timeline.makespan * (1 + 1e-9)
+        assert simulate(found, costs).makespan <= timeline.makespan * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("lengths", [(8.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 8.0)])

@@ -16,7 +16,7 @@ from megatron_zb.job.shared_build import pack, unpack
 from megatron_zb.schedules import Costs, InvalidSchedule, Pass, PassKind, Schedule, lower, simulate
 from megatron_zb.schedules.request import LimitTooSmall
 from megatron_zb.schedules.simulator import Timeline
-from megatron_zb.schedules.slices import Slicing, costs_of, slicing_of
+from megatron_zb.schedules.slices import Slicing, slicing_of
 
 F, B, W, BW, O, P, V, E, G = map(PassKind, ("F", "B", "W", "BW", "O", "P", "V", "E", "G"))  # noqa: E741
 NAMES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto")
@@ -108,7 +108,7 @@ def test_slices_of_shards_keep_their_order_and_their_limit(
     except LimitTooSmall as error:
         choices["memory_limit"] = limit = error.needed / p * (1 + 1e-9)
         schedule = _built(name, p, m, slicing, **choices)
-    timeline = simulate(schedule.validate(), costs_of(schedule, _costs(p)))
+    timeline = simulate(schedule.validate(), _costs(p))
     lower(schedule, timeline)
     lower(schedule.forwards().validate())
     found = slicing_of(schedule)
@@ -129,7 +129,7 @@ def test_the_bubble_is_that_of_slices() -> None:
     """A step of whole microbatches with a cut output layer takes far longer."""
     p, m, costs = 4, 4, _costs(4)
     whole, cut = (
-        simulate(s, costs_of(s, costs)).makespan
+        simulate(s, costs).makespan
         for s in (_built("v-half", p, m, Slicing.equal(n)) for n in (1, 8))
     )
     assert cut < 0.9 * whole

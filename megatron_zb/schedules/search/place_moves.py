@@ -20,7 +20,8 @@ from megatron_zb.schedules.kinds import Home
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
-from megatron_zb.schedules.simulator import Priced, Timeline, simulate
+from megatron_zb.schedules.simulator import Timeline, simulate
+from megatron_zb.schedules.stage_costs import Priced
 
 # --- places in a known order
 
