@@ -29,14 +29,15 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.bridge.settings import Settings
+from megatron_zb.bridge.throughput import count_whole
 from megatron_zb.errors import UsageError
 from megatron_zb.job.agreement import Rendezvous
 from megatron_zb.megatron_core import checkpoints, refusals
+from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.model_ends import tie_embeddings, tied_weights
 from megatron_zb.megatron_core.placement import StageLayout
 from megatron_zb.megatron_core.planned_steps import LengthsOf, ReadAhead
 from megatron_zb.megatron_core.refusals import Asked
-from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.megatron_lm import fingerprint
 from megatron_zb.megatron_lm.adapter_of_arguments import (
@@ -71,6 +72,10 @@ def tie_after_imports() -> Undo | None:
     return replace_method(importer, _METHOD, _tie)
 
 
+def _tie_imports(adapter: PipelineAdapter) -> Undo | None:
+    return tie_after_imports() if adapter.physical.mirrored else None
+
+
 def _tie(original: Any, importer: Any, model: Any) -> None:
     chunks = model if isinstance(model, list) else [model]
     if tied_weights(chunks) is None:
@@ -79,8 +84,6 @@ def _tie(original: Any, importer: Any, model: Any) -> None:
         tie_embeddings(chunks)
 
 
-_COUNTING_MODULE = "megatron.bridge.training.utils.flop_utils"
-_COUNT = "accumulate_flops_metadata"
 _INSTALLED = "_installed_by_megatron_zb_bridge"
 
 # Settings of arguments and configs for the layers of a stage; a layout takes their place.
@@ -110,7 +113,7 @@ class Pipeline:
             self.adapter.say(line)
         self._run = _Run(self, args)
         self.prepare(model)
-        self._ties_imports = self._counts_slices = False
+        self._late = [_tie_imports, count_whole]
         self._undo = list(self._hooks())
         setattr(schedules.get_forward_backward_func, _INSTALLED, True)
 
@@ -269,20 +272,11 @@ class Pipeline:
                     f"{name} of the model is {found}, but the schedule was installed for {expected}"
                 )
 
-    def _tie_imports(self) -> None:
-        """Keep tied weights equal in imports by Megatron-Bridge, which may be here only by now."""
-        if self.adapter.physical.mirrored and not self._ties_imports:
-            undo = tie_after_imports()
-            self._ties_imports = undo is not None
-            self._undo += [] if undo is None else [undo]
-
-    def _count_slices(self) -> None:
-        """Let Megatron-Bridge, which may be here only by now, count microbatches, not slices."""
-        counting = sys.modules.get(_COUNTING_MODULE)
-        is_late = self.adapter.current.slicing is not None and not self._counts_slices
-        if is_late and hasattr(counting, _COUNT):
-            self._counts_slices = True
-            self._undo.append(replace(counting, _COUNT, self._run.count_tokens, is_anybodys))
+    def _hook_late(self) -> None:
+        """Replace parts of Megatron-Bridge, which may be here only by now."""
+        undone = {hook: hook(self.adapter) for hook in self._late}
+        self._late = [hook for hook, undo in undone.items() if undo is None]
+        self._undo += [undo for undo in undone.values() if undo is not None]
 
     def _hooks(self) -> Iterator[Undo]:
         run = self._run
@@ -413,8 +407,7 @@ class _Run(ScheduledRun):
 
     def _prepare_model(self) -> None:
         super()._prepare_model()
-        self._pipeline._tie_imports()
-        self._pipeline._count_slices()
+        self._pipeline._hook_late()
         for chunk in self._chunks:
             self._placed_chunks.add(chunk)
             chunk.register_forward_pre_hook(self._refuse_others)
@@ -427,15 +420,6 @@ class _Run(ScheduledRun):
                 "something else, which has its stages in another order: run it with what "
                 "get_forward_backward_func() returns while the schedule is installed"
             )
-
-    def count_tokens(self, original: Any, state: Any, tokens: Any, **more: Any) -> None:
-        """Count the tokens of a microbatch with its first slice, and those of its documents."""
-        cut = self.adapter.part(SlicesPart).cuts[more.get("vp_stage") or 0]
-        if tokens is None or cut.slice > 0:
-            return
-        if cut.documents is not None:
-            more["cu_seqlens"] = cut.documents.ends(cut.microbatch)
-        original(state, tokens.new_empty(len(tokens), cut.borders[-1], device="meta"), **more)
 
     def _forward_backward(self, **arguments: Any) -> Any:
         model = arguments["model"]
