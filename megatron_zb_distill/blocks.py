@@ -80,10 +80,10 @@ def _frozen(module: Any) -> Any:
     return module.eval()
 
 
-class LatentScores(DotProductAttention):
-    """Megatron's own dot products of queries, keys and values, for latent attention.
+class FusedAttention(DotProductAttention):
+    """Causal attention by torch's fused kernels; Megatron's own keeps the scores of all tokens.
 
-    Megatron builds latent attention on them with arguments that only Transformer-Engine's take.
+    It takes the arguments with which Megatron builds latent attention, too: its own lacks them.
     """
 
     def __init__(
@@ -96,6 +96,31 @@ class LatentScores(DotProductAttention):
         super().__init__(*args, **keywords)
         if v_channels is not None:  # Megatron first builds what it then replaces
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Return what tokens take from those before them, (sequence, batch, heads * head size).
+
+        Args:
+            query, key, value: of shape (sequence, batch, heads, head size); keys and values may
+                have fewer heads, each for as many queries.
+            attention_mask: not read.
+            others: not read; there are neither packed sequences nor biases in a distillation.
+        """
+        shared = query.shape[2] // key.shape[2]
+        if shared > 1:
+            key, value = (t.repeat_interleave(shared, dim=2) for t in (key, value))
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        made: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale
+        )
+        return made.permute(2, 0, 1, 3).flatten(2)
 
 
 class ShardedNorm:
@@ -137,14 +162,12 @@ def _parts(config: TransformerConfig) -> Any:
         normalization=config.normalization,
     ).submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = ShardedNorm
-    if config.multi_latent_attention:
-        latent = parts.self_attention.submodules
-        latent.core_attention = LatentScores
-        if config.qk_layernorm:
-            latent.q_layernorm = latent.kv_layernorm = ShardedNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = FusedAttention
+    if config.qk_layernorm and config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = ShardedNorm
     elif config.qk_layernorm:
-        grouped = parts.self_attention.submodules
-        grouped.q_layernorm = grouped.k_layernorm = HeadNorm
+        attention.q_layernorm = attention.k_layernorm = HeadNorm
     return parts
 
 

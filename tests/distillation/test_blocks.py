@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from ranks import RankPools
 from texts import prepared
 from training_jobs import written
 
-from megatron_zb_distill.blocks import student_layer
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb_distill.blocks import FusedAttention, student_layer
 from megatron_zb_distill.student import BlockShape
 from megatron_zb_train.arguments import parse
 
@@ -63,3 +65,50 @@ def test_a_part_that_does_nothing_has_no_weights_and_changes_nothing(
     ((weights, is_unchanged),) = ranks(1).run(built, text=text, attention=attention, mlp=mlp)
     assert {name.split(".")[0] for name in weights} == parts
     assert is_unchanged is (not parts)
+
+
+class Trained(NamedTuple):
+    """What a layer makes of tokens, its gradients, and the bytes that it keeps for them."""
+
+    output: torch.Tensor
+    gradients: list[torch.Tensor]
+    kept_bytes: int
+
+
+def trained(text: str, kind: type[DotProductAttention], groups: int, tokens: int) -> Trained:
+    """A layer with so many heads of keys and values, whose attention is of a kind."""
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    flags = {**FLAGS, "--seq-length": tokens, "--max-position-embeddings": tokens}
+    args = parse(written({**flags, "--data-path": text}), dist.get_world_size())
+    shape = BlockShape("x", "attention", groups, "no_op", 64, None)
+    layer = student_layer(args, shape, 0)
+    assert type(layer.self_attention.core_attention) is FusedAttention
+    layer.self_attention.core_attention.__class__ = kind
+    given = torch.randn(tokens, 2, 32, generator=torch.Generator().manual_seed(2))
+    memory = ActivationMemory(layer.parameters())
+    with memory.watching():
+        output, _ = layer(given, attention_mask=None)
+    kept = memory.live_bytes
+    output.square().sum().backward()
+    return Trained(
+        output.detach(), [p.grad for p in layer.parameters() if p.grad is not None], kept
+    )
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_attention_is_megatrons_and_keeps_no_scores(
+    ranks: RankPools, text: str, groups: int
+) -> None:
+    """Twice as many tokens keep twice as much, where scores would keep four times as much."""
+    fused, own = (
+        [ranks(1).run(trained, text=text, kind=kind, groups=groups, tokens=n)[0] for n in (64, 128)]
+        for kind in (FusedAttention, DotProductAttention)
+    )
+    for ours, theirs in zip(fused, own, strict=True):
+        torch.testing.assert_close(ours.output, theirs.output, rtol=1e-5, atol=1e-6)
+        assert len(ours.gradients) == len(theirs.gradients) > 4
+        for a, b in zip(ours.gradients, theirs.gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert fused[1].kept_bytes <= 2.01 * fused[0].kept_bytes
+    assert own[1].kept_bytes > 2.5 * own[0].kept_bytes

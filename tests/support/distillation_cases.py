@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb.megatron_core.random_streams import initialise_by_global_name
 from megatron_zb.parsing import flag_of
-from megatron_zb_distill.blocks import LatentScores, ShardedNorm, student_layer, teacher_layer
+from megatron_zb_distill.blocks import FusedAttention, ShardedNorm, student_layer, teacher_layer
 from megatron_zb_distill.flags import complete, parse
 from megatron_zb_distill.initialisation import inherit
 from megatron_zb_distill.loop import Job, distribution_of, open_job
@@ -204,9 +204,8 @@ def _layers(config: TransformerConfig) -> Any:
         whole.layer_norm = ShardedNorm
         for layer in layers:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ShardedNorm
-    if config.multi_latent_attention:
-        for layer in layers:
-            layer.submodules.self_attention.submodules.core_attention = LatentScores
+    for layer in layers:
+        layer.submodules.self_attention.submodules.core_attention = FusedAttention
     return whole
 
 
