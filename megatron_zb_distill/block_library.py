@@ -28,7 +28,7 @@ from megatron_zb.measured.config import Section
 from megatron_zb.parsing import gib, size_in_bytes
 from megatron_zb_distill import block_times, library_files, shards
 from megatron_zb_distill.block_times import BlockTime
-from megatron_zb_distill.blocks import student_layer
+from megatron_zb_distill.blocks import student_layer, taught
 from megatron_zb_distill.lanes import Lanes
 from megatron_zb_distill.library_files import TEACHER, Entry, LibraryFile
 from megatron_zb_distill.loop import DistillRun, Job, microbatches_of
@@ -352,7 +352,7 @@ def _errors(
     place, found, wanted = stage_blocks.place, [], given
     for layer, candidates in zip(stage_blocks.layers, stage_blocks.student_blocks, strict=True):
         given = wanted
-        wanted, _ = layer(given, attention_mask=None, rotary_pos_emb=stage_blocks.rotary)
+        wanted = taught(layer, given, stage_blocks.rotary)
         norm = float(wanted.double().square().sum())
         for student_block in candidates:
             made = student_block.forward(given, stage_blocks.rotary)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb.runtime.link_times import seconds_over_a_link
-from megatron_zb_distill.blocks import rotary, teacher_layer
+from megatron_zb_distill.blocks import rotary, taught, teacher_layer
 from megatron_zb_distill.lanes import Lanes
 from megatron_zb_distill.schedule.distribution import BlockCosts
 from megatron_zb_distill.stage import empty_activation
@@ -93,10 +93,8 @@ def _measure_block(
     given = empty_activation(args).normal_()
 
     def teach() -> torch.Tensor:
-        with torch.no_grad():
-            made, _ = layer(given, attention_mask=None, rotary_pos_emb=table)
-        output: torch.Tensor = made
-        return output
+        made: torch.Tensor = taught(layer, given, table)
+        return made
 
     wanted = teach()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_zb_distill import fp8_teacher
 from megatron_zb_distill.student import BlockShape
 from megatron_zb_distill.teacher import EXPERTS, LATENT, expert_blocks
 from megatron_zb_train.model import rotary_arguments, transformer_config
@@ -33,8 +35,25 @@ _FIRST_NORM, _SECOND_NORM = "input_layernorm.", "pre_mlp_layernorm."
 
 def teacher_layer(args: argparse.Namespace, block: int) -> TransformerLayer:
     """Build block `block` (from 0) of the teacher, frozen, with weights yet to be set."""
-    config = layer_config(args, block)
-    return _frozen(_build(config, _parts(config), block))
+    config = layer_config(args, block, fp8_teacher.config_fields(args.teacher_fp8))
+    parts = _parts(config)
+    if args.teacher_fp8 is not None:
+        parts = fp8_teacher.with_engine(parts)
+    return _frozen(_build(config, parts, block))
+
+
+@torch.no_grad()
+def taught(layer: TransformerLayer, given: torch.Tensor, table: torch.Tensor | None) -> Any:
+    """Run the forward of a layer of the teacher.
+
+    Args:
+        layer: from :func:`teacher_layer`.
+        given: of shape (sequence, batch, hidden), as what is returned.
+        table: from :func:`rotary`.
+    """
+    with fp8_teacher.running(layer):
+        made, _ = layer(given, attention_mask=None, rotary_pos_emb=table)
+    return made
 
 
 def student_layer(args: argparse.Namespace, shape: BlockShape, block: int) -> TransformerLayer:
@@ -48,15 +67,17 @@ def student_layer(args: argparse.Namespace, shape: BlockShape, block: int) -> Tr
     return _build(config, _submodules(config, shape), block)
 
 
-def layer_config(args: argparse.Namespace, block: int) -> TransformerConfig:
+def layer_config(
+    args: argparse.Namespace, block: int, more: Mapping[str, Any] | None = None
+) -> TransformerConfig:
     """Return Megatron's configuration of a block of the teacher, or of one of other sizes.
 
     Routers have no load-balancing loss: a block learns only its teacher's output.
     """
-    given, fields = vars(args), {}
+    given, fields = vars(args), dict(more or {})
     latent = given.get("multi_latent_attention")
     if latent:
-        fields = {name: given[name] for name in LATENT if given.get(name) is not None}
+        fields |= {name: given[name] for name in LATENT if given.get(name) is not None}
     if block in expert_blocks(given):
         fields |= {name: given[name] for name in EXPERTS if given.get(name) is not None}
         uneven = args.cpu and args.tensor_model_parallel_size > 1  # which gloo does not gather

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_zb_distill.blocks import taught
 from megatron_zb_distill.schedule.distribution import Distribution
 from megatron_zb_distill.stage import StageBlocks, batch_of, empty_activation
 from megatron_zb_distill.student_block import StudentBlock
@@ -73,18 +74,18 @@ def _microbatch(
     else:
         both = empty_activation(args, 2)
         dist.recv(both, place.leader_of(distribution, place.stage - 1))
-    taught, learnt = both[0], both[1]
+    wanted, learnt = both[0], both[1]
     for layer, student_block in zip(stage_blocks.layers, chosen, strict=True):
-        taught, _ = layer(taught, attention_mask=None, rotary_pos_emb=stage_blocks.rotary)
+        wanted = taught(layer, wanted, stage_blocks.rotary)
         learnt = student_block.forward(learnt, stage_blocks.rotary)
     if stage_blocks.head is None:
         following = place.leader_of(distribution, place.stage + 1)
-        dist.send(torch.stack([taught, learnt]), following)
+        dist.send(torch.stack([wanted, learnt]), following)
         return torch.zeros(3, dtype=torch.float64, device=_device(args))
     mask = batch["loss_mask"].double()
     sums = [
         (stage_blocks.head.losses(hidden, batch["labels"]).double() * mask).sum()
-        for hidden in (taught, learnt)
+        for hidden in (wanted, learnt)
     ]
     return torch.stack([*sums, mask.sum()])
 

@@ -21,6 +21,8 @@ from megatron_zb_train import arguments, flags
 if TYPE_CHECKING:
     from megatron_zb_distill.student import BlockShape
 
+_FP8_MULTIPLES = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+"""Recipes of fp8, and what divides the sizes of matrices in products."""
 LOSSES = ("mse", "normalised-mse", "cosine")
 FIRST, BEST = "first", "best"
 
@@ -65,6 +67,13 @@ def _add_distillation(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the teacher: a torch_dist checkpoint of a GPT, as --save of pretrain_gpt writes it, "
         "or Megatron-Bridge when it imports a model of Hugging Face's format",
+    )
+    group.add_argument(
+        "--teacher-fp8",
+        choices=tuple(_FP8_MULTIPLES),
+        metavar="RECIPE",
+        help="run the teacher's linear layers in fp8 by Transformer-Engine, whose scales are of a "
+        "tensor (tensorwise), a block (blockwise) or 32 numbers (mxfp8); students stay as they are",
     )
     group.add_argument(
         "--student-config",
@@ -245,6 +254,8 @@ def check(args: argparse.Namespace) -> None:
             "--redistribute chooses the distribution at checkpoints: give --save and "
             "--save-interval, and leave --distribution out"
         )
+    if args.teacher_fp8 is not None:
+        _check_fp8(args)
     if args.relay_memory_limit is not None:
         size_in_bytes(args.relay_memory_limit, "--relay-memory-limit")
     if args.picture is not None:
@@ -261,6 +272,15 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--teacher-load {args.teacher_load}: there is no such directory; give the one that "
             "was given to --save when the teacher was trained"
+        )
+
+
+def _check_fp8(args: argparse.Namespace) -> None:
+    if args.cpu:
+        raise UsageError("--teacher-fp8 needs a GPU that computes in eight bits: leave out --cpu")
+    if find_spec("transformer_engine") is None:
+        raise UsageError(
+            "--teacher-fp8 needs the package transformer_engine, which is not installed: install it"
         )
 
 
@@ -327,7 +347,40 @@ def complete(args: argparse.Namespace, model: Mapping[str, Any]) -> argparse.Nam
     whole.no_gradient_accumulation_fusion = True  # autograd has the gradients: no main_grad
     _check_tensor_parallel(whole)
     _check_experts(whole)
+    if whole.teacher_fp8 is not None:
+        _check_sizes_in_fp8(whole)
     return whole
+
+
+def _check_sizes_in_fp8(args: argparse.Namespace) -> None:
+    """Refuse what Transformer-Engine does not multiply in eight bits."""
+    heads, split = args.num_attention_heads, args.tensor_model_parallel_size
+    widths = {"hidden size": args.hidden_size, "width of the MLP": args.ffn_hidden_size // split}
+    if args.multi_latent_attention:
+        query, rotated = args.qk_head_dim, args.qk_pos_emb_head_dim
+        widths |= {
+            "compressed keys and values": args.kv_lora_rank + rotated,
+            "compressed queries": args.q_lora_rank or 0,
+            "width of queries": heads * (query + rotated) // split,
+            "width of keys and values": heads * (query + args.v_head_dim) // split,
+            "width of heads": heads * args.v_head_dim // split,
+        }
+    else:
+        groups = args.num_query_groups or heads
+        widths["width of queries, keys and values"] = (
+            args.kv_channels * (heads + 2 * groups) // split
+        )
+        widths["width of heads"] = args.kv_channels * heads // split
+    if args.num_experts:
+        widths["width of experts"] = args.moe_ffn_hidden_size
+    widths["tokens of a microbatch"] = args.seq_length * args.micro_batch_size
+    multiple = _FP8_MULTIPLES[args.teacher_fp8]
+    for what, size in widths.items():
+        if size % multiple:
+            raise UsageError(
+                f"--teacher-fp8 {args.teacher_fp8}: {what} on a rank: {size}, but its products "
+                f"take multiples of {multiple}: leave it out"
+            )
 
 
 def _check_tensor_parallel(args: argparse.Namespace) -> None:

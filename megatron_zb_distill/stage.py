@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb_distill import weights
-from megatron_zb_distill.blocks import Embedding, OutputHead, rotary, teacher_layer
+from megatron_zb_distill.blocks import Embedding, OutputHead, rotary, taught, teacher_layer
 from megatron_zb_distill.lanes import Lanes
 from megatron_zb_distill.place import Holders, Place
 from megatron_zb_distill.student import BlockShape
@@ -43,10 +43,8 @@ class Teaching:
 
     def forward(self, layer: Any, given: torch.Tensor) -> torch.Tensor:
         """Run the forward of one block, without gradients."""
-        with torch.no_grad():
-            made, _ = layer(given, attention_mask=None, rotary_pos_emb=self.rotary)
-        output: torch.Tensor = made
-        return output
+        made: torch.Tensor = taught(layer, given, self.rotary)
+        return made
 
 
 class BlockwiseStage:

@@ -28,6 +28,7 @@ from megatron_zb_train.checkpoint import read
 State = dict[str, Any]
 
 _LAYERS = "decoder.layers."
+_SCALES = "_extra_state"  # in fp8; a frozen layer finds its own
 _EMBEDDING = "embedding."
 _FINAL_NORM = "decoder.final_layernorm."
 _TIED, _UNTIED = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -130,6 +131,9 @@ def load_teacher(path: Path, part: TeacherPart, copies: Holders) -> None:
         str(block): layer_state(layer, block, part.num_layers, copies, alike=alike)
         for block, layer in layers.items()
     }
+    for block, layer in layers.items():
+        if layer.config.fp8:
+            request[str(block)] = _without_scales(request[str(block)])
     if embedding is not None:
         request["embedding"] = embedding_state(embedding, copies)
     if head is not None:
@@ -152,6 +156,10 @@ def load_teacher(path: Path, part: TeacherPart, copies: Holders) -> None:
             head.weight.copy_(state["output"])
 
 
+def _without_scales(state: State) -> State:
+    return {name: each for name, each in state.items() if not name.endswith(_SCALES)}
+
+
 def _are_alike(path: Path) -> bool:
     """Return whether all layers of a checkpoint are slices of the same tensors.
 
@@ -163,7 +171,10 @@ def _are_alike(path: Path) -> bool:
 
 def fill(module: Any, state: Mapping[str, Any], prefix: str) -> None:
     """Copy the loaded tensors of :func:`module_state` or :func:`layer_state` into a module."""
-    module.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()})
+    found = {name.removeprefix(prefix): value for name, value in state.items()}
+    missing, unexpected = module.load_state_dict(found, strict=False)
+    wrong = [*unexpected, *_without_scales(dict.fromkeys(missing))]
+    assert not wrong, f"a checkpoint's tensors and a module's differ by {wrong}"
 
 
 def _held_by(copies: Holders) -> dict[str, Any]:
