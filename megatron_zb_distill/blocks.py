@@ -114,9 +114,7 @@ class FusedAttention(DotProductAttention):
         v_channels: int | None = None,
         **keywords: Any,
     ) -> None:
-        super().__init__(*args, **keywords)
-        if v_channels is not None:  # Megatron first builds what it then replaces
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+        super().__init__(*args, **keywords)  # sizes of heads follow from what they are given
 
     def forward(
         self,

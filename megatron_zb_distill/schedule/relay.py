@@ -60,10 +60,6 @@ class Relay(Rules):
     def step_of(self, p: Pass) -> int:
         return p.microbatch if p.kind is _U else p.microbatch // self.num_microbatches
 
-    def is_awaited(self, step: int) -> bool:
-        """Return whether the first stage waits for a step's updates before it begins another."""
-        return step + 1 + self.run_ahead < self.steps
-
     def more_inputs(self, graph: TaskGraph) -> Mapping[int, tuple[int, ...]]:
         """Return the inputs of updates, and of what begins a step.
 
