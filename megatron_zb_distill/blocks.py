@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megatron.core.transformer.heterogeneous.linear_replacements import ColumnPa
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_zb_distill import fp8_teacher
 from megatron_zb_distill.student import BlockShape
@@ -104,6 +106,8 @@ def _frozen(module: Any) -> Any:
 class FusedAttention(DotProductAttention):
     """Causal attention by torch's fused kernels; Megatron's own keeps the scores of all tokens.
 
+    In float32 on a GPU, it keeps them, too: there, results are to be the same in every run.
+
     It takes the arguments with which Megatron builds latent attention, too: its own lacks them.
     """
 
@@ -136,10 +140,20 @@ class FusedAttention(DotProductAttention):
         if shared > 1:
             key, value = (t.repeat_interleave(shared, dim=2) for t in (key, value))
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        made: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale
-        )
+        with _kernels(query):
+            made: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.softmax_scale
+            )
         return made.permute(2, 0, 1, 3).flatten(2)
+
+
+def _kernels(query: torch.Tensor) -> AbstractContextManager[Any]:
+    """Return the context that chooses kernels: in float32, those that give the same bits again.
+
+    On a GPU, gradients of the fused ones are summed in an order that changes from run to run.
+    """
+    exact = query.is_cuda and query.dtype == torch.float32
+    return sdpa_kernel(SDPBackend.MATH) if exact else nullcontext()
 
 
 class ShardedNorm:

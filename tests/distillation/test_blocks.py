@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ from texts import prepared
 from training_jobs import written
 
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb_distill.blocks import FusedAttention, student_layer
+from megatron_zb_distill.blocks import FusedAttention, _kernels, student_layer
 from megatron_zb_distill.student import BlockShape
 from megatron_zb_train.arguments import parse
 
@@ -112,3 +113,17 @@ def test_attention_is_megatrons_and_keeps_no_scores(
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert fused[1].kept_bytes <= 2.01 * fused[0].kept_bytes
     assert own[1].kept_bytes > 2.5 * own[0].kept_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_in_float32_a_gpu_sums_in_one_order(dtype: torch.dtype, on_gpu: bool) -> None:
+    """Only kernels that are not fused do, of which no CPU has the others."""
+    query: Any = SimpleNamespace(dtype=dtype, is_cuda=on_gpu)
+    with _kernels(query):
+        fused = (
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+        )
+        assert fused == (not (on_gpu and dtype is torch.float32),) * 2
+        assert torch.backends.cuda.math_sdp_enabled()
