@@ -4,8 +4,9 @@
 A small teacher is trained for a few steps. Its blocks are distilled on one rank, on two that have
 half of the blocks each, and on two that share all blocks. Losses of every block in every iteration
 must be equal to the last digit on the first two, and near on the third, whose gradients are summed
-over ranks. A library of two candidates for each block is trained on two ranks, too. Ranks of one
-GPU need NCCL 2.31 or newer, which LD_PRELOAD can put before torch's; --device cpu takes CPU ranks.
+over ranks, or by kernels that sum in any order (--bf16). A library of two candidates for each block
+is trained on two ranks, too, and with --teacher-fp8 students of a teacher in fp8. Ranks of one GPU
+need NCCL 2.31 or newer, which LD_PRELOAD can put before torch's; --device cpu takes CPU ranks.
 
 Prints a JSON line after every job, each with all results so far, and ends with exit status 1 when
 one failed or came to other losses.
@@ -25,7 +26,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import one_device
 from launched_ranks import reason_of, run_ranks, started_ranks
 
-TOLERANCE = 1e-3  # of losses, as a share, where gradients are summed over ranks
+TOLERANCE = 1e-3  # of losses, as a share, where gradients are summed in another order
+IN_FP8 = 0.1  # the same, of students of a teacher in fp8
 TEACHER = """--mock-data --vocab-size 256 --num-layers 4 --hidden-size {hidden}
 --num-attention-heads 4 --seq-length {length} --micro-batch-size 2 --global-batch-size 8
 --lr 1e-3 --train-iters 4
@@ -57,6 +59,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=one_device.at_least_one, default=512, metavar="N")
     parser.add_argument("--seq-length", type=one_device.at_least_one, default=512, metavar="N")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--teacher-fp8", metavar="RECIPE", help="of Megatron, such as tensorwise")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="N", help="of one job")
     args = parser.parse_args()
     device = one_device.choose(args.device)
@@ -74,7 +77,11 @@ def main() -> int:
         problem = run.of(2, "megatron_zb.pretrain_gpt", TEACHER)
         if problem:
             line["results"]["teacher"] = {"failed": problem}
-        for name, (ranks, words) in JOBS.items() if not problem else ():
+        jobs = {} if problem else dict(JOBS)
+        if jobs and args.teacher_fp8:
+            apart, words = jobs["blocks apart"]
+            jobs["teacher in fp8"] = apart, f"{words} --teacher-fp8 {args.teacher_fp8}"
+        for name, (ranks, words) in jobs.items():
             log = f"--log-file {{folder}}/{name.replace(' ', '-')}.jsonl"
             failed = run.of(ranks, "megatron_zb.distill_gpt", f"{STUDENT} {words} {log}")
             line["results"][name] = {"failed": failed} if failed else run.compared(name)
@@ -121,7 +128,8 @@ class Runs:
             for step, of in zip(losses, self._expected, strict=True)
             for ours, theirs in zip(_numbers(step), _numbers(of), strict=True)
         )
-        bound = TOLERANCE if name == "blocks shared" else 0.0
+        bound = TOLERANCE if name == "blocks shared" or self._args.bf16 else 0.0
+        bound = IN_FP8 if name == "teacher in fp8" else bound
         return {"losses": losses, "largest_difference": most, "right": most <= bound}
 
 

@@ -228,6 +228,15 @@ ONE_GPU = [
         needs_nccl=(2, 31),
     ),
     Measurement(
+        "distillation_fp8",
+        "gpu/distillation.py",
+        "--bf16 --teacher-fp8 tensorwise",
+        240,
+        "--hidden 64 --seq-length 32 --bf16",
+        needs="transformer_engine",
+        needs_nccl=(2, 31),
+    ),
+    Measurement(
         "one_gpu_training_dropout",
         "gpu/one_gpu_training.py",
         f"--ranks 2 --reference v-half {_DROPOUT} --seconds 60",
