@@ -288,9 +288,14 @@ class DistillRun:
                 self.report.say(f"the picture of the last steps is in {path}")
 
     def close(self) -> None:
-        """Stop the watchdog."""
+        """Stop the watchdog and destroy the groups of this run; collective over all ranks.
+
+        Others follow where blocks are distributed anew, and in every round of a library.
+        """
         if self._watchdog is not None:
             self._watchdog.stop()
+        self._channels.close()
+        self.stage_blocks.place.copies.close()
 
     def _embedded(self, number: int) -> torch.Tensor:
         """Return the embedding of a microbatch, counted through the whole training."""

@@ -23,6 +23,11 @@ class Holders(NamedTuple):
     experts: dist.ProcessGroup
     """Of experts that are split over ranks; the same group if none are."""
 
+    def close(self) -> None:
+        """Destroy the groups; collective over their ranks."""
+        for group in dict.fromkeys(self):
+            dist.destroy_process_group(group)
+
 
 @dataclass(frozen=True)
 class Place:

@@ -20,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.distributed_c10d import _world
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_zb.megatron_core.cpu import redirect_experts
@@ -228,6 +229,7 @@ def learnt_in_pipeline(
     """Train on the ranks of the pool; what this rank's candidates have come to."""
     enter(model, teacher, flags)
     job = job_of(corpus, teacher, candidates, *flags)
+    groups = list(_world.pg_map)
     run = open_job(job, distribution_of(job), dist.HashStore() if alone() else _store())
     student_blocks = {(p.block, p.shape.name): p for p in run.stage_blocks.all_student_blocks()}
     owner = {
@@ -238,6 +240,7 @@ def learnt_in_pipeline(
     with _recorded(owner) as gradients:
         run.steps(0, STEPS)
     run.close()
+    assert list(_world.pg_map) == groups, "groups are left"
     return {
         key: Learnt(
             gradients.get(key, []),
