@@ -34,7 +34,7 @@ import torch.multiprocessing as mp
 from distilled_blocks import SleepingBlocks
 from rich.console import Console
 from rich.table import Table
-from ways_to_distil import Run, pipelined
+from ways_to_distil import pipelined
 
 from megatron_zb.schedules import simulate
 from megatron_zb_distill.schedule.candidates import CandidateCosts
@@ -109,7 +109,7 @@ class _Way:
         blocks = SleepingBlocks(costs)
         if isinstance(costs, CandidateCosts):
             blocks = SleepingCandidates(costs, best)
-        self._run: Run = pipelined(blocks, best, m, RUN_AHEAD)
+        self._run, self.close = pipelined(blocks, best, m, RUN_AHEAD)
         self.distribution = best.spec
 
     def measured(self) -> float:
@@ -132,6 +132,9 @@ def _case(shares: Sequence[float], args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.repetitions):
         for name, runs in ways.items():
             taken[name].append(sum(way.measured() for way in runs))
+    for runs in ways.values():
+        for way in runs:
+            way.close()
     return {
         name: {
             "seconds": round(statistics.median(taken[name]), 5),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from distilled_blocks import Blocks
 from ways_to_distil import (
+    Close,
     Run,
     all_blocks_at_once,
     block_by_block,
@@ -25,6 +26,10 @@ from megatron_zb_distill.schedule.distribution import BlockCosts, Distribution, 
 from megatron_zb_distill.schedule.pipe_bd import pipe_bd
 
 
+def _nothing() -> None:
+    """Close nothing: the groups are the job's."""
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to distil: how it runs, how long a step should take, and which rank has a block."""
@@ -33,6 +38,7 @@ class Way:
     run: Run
     predicted: float
     distribution: Distribution | None
+    close: Close = _nothing
 
 
 class _Taken(NamedTuple):
@@ -66,23 +72,27 @@ def in_a_pipeline(
     """Pipe-BD. Collective."""
     schedule = pipe_bd(distribution, microbatches, steps, run_ahead)
     timeline = simulate(schedule, RelayCosts(costs, distribution))
-    run = pipelined(blocks, distribution, microbatches, run_ahead)
-    return Way(blocks, run, timeline.makespan / steps, distribution)
+    run, close = pipelined(blocks, distribution, microbatches, run_ahead)
+    return Way(blocks, run, timeline.makespan / steps, distribution, close)
 
 
 def timed(ways: Mapping[str, Way], fresh: Blocks, steps: int, repetitions: int) -> dict[str, Any]:
     """Time consecutive steps of every way, one way after another. Collective over all ranks.
 
-    ``fresh`` are untrained blocks: how far students have come is measured from them.
+    ``fresh`` are untrained blocks: how far students have come is measured from them. The ways end:
+    the threads of groups that are left would keep cores from later ones.
     """
     taken: dict[str, list[_Taken]] = {name: [] for name in ways}
     for _ in range(repetitions):
         for name, way in ways.items():
             taken[name].append(_taken(way.run, steps))
-    return {
+    found = {
         "difference": _difference(ways, fresh),
         "ways": {name: _summary(way, taken[name]) for name, way in ways.items()},
     }
+    for way in ways.values():
+        way.close()
+    return found
 
 
 def _taken(run: Run, steps: int) -> _Taken:

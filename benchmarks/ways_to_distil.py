@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from megatron_zb_distill.schedule.step_by_step import step_by_step
 
 Run = Callable[[int], None]
 """Carries out so many steps on this rank."""
+Close = Callable[[], None]
+"""Destroys the groups of a way, whose threads would take time from others."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,16 @@ class _Stage:
             self._blocks.update(block)
 
 
-def pipelined(blocks: Blocks, distribution: Distribution, microbatches: int, run_ahead: int) -> Run:
+def pipelined(
+    blocks: Blocks, distribution: Distribution, microbatches: int, run_ahead: int
+) -> tuple[Run, Close]:
     """Pipe-BD, through the package's schedule and runtime. Collective over all ranks."""
     rank, placement = dist.get_rank(), distribution.placement
     held, ranks = _share(distribution)
     [group] = new_groups([ranks])
     if rank >= distribution.num_ranks:
-        Channels([rank], Placement("alone", 1, (0,)), "cpu")
-        return lambda steps: None
+        Channels([rank], Placement("alone", 1, (0,)), "cpu").close()
+        return _idle, partial(dist.destroy_process_group, group)
     channels = Channels(list(range(distribution.num_ranks)), placement, "cpu")
     program = step_by_step(distribution, microbatches, run_ahead)
     stage = _Stage(blocks, held, group)
@@ -75,16 +80,21 @@ def pipelined(blocks: Blocks, distribution: Distribution, microbatches: int, run
         for _ in relay_steps(program, rank, stage, exchange, first=0, until=steps):
             pass
 
-    return run
+    def close() -> None:
+        channels.close()
+        dist.destroy_process_group(group)
+
+    return run, close
 
 
-def unrelayed(blocks: Blocks, distribution: Distribution, microbatches: int) -> Run:
+def unrelayed(blocks: Blocks, distribution: Distribution, microbatches: int) -> tuple[Run, Close]:
     """The same stages with no relay: each runs the teacher from the data on. Collective."""
     held, ranks = _share(distribution)
     [group] = new_groups([ranks])
     place = ranks.index(dist.get_rank())
+    close = partial(dist.destroy_process_group, group)
     if not held:
-        return lambda steps: None
+        return _idle, close
     stage = _Stage(blocks, held, group)
 
     def run(steps: int) -> None:
@@ -97,7 +107,11 @@ def unrelayed(blocks: Blocks, distribution: Distribution, microbatches: int) -> 
                 stage.study(microbatch)
             stage.update(step)
 
-    return run
+    return run, close
+
+
+def _idle(steps: int) -> None:
+    """Do nothing: the rank has no blocks."""
 
 
 def _share(distribution: Distribution) -> tuple[range, tuple[int, ...]]:
