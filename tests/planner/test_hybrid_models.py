@@ -17,7 +17,7 @@ from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.random_streams import global_parameters
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.placement import Placement, looped, v_shape
-from megatron_zb_plan import byte_counts
+from megatron_zb_plan import byte_counts, mixers
 from megatron_zb_plan.model import ModelConfig
 from megatron_zb_plan.model_flags import model_flags
 from megatron_zb_plan.operators import all_weights, model_flops, weights_of
@@ -267,3 +267,10 @@ def test_sizes_are_divided_by_the_kinds_that_there_are() -> None:
 def test_a_pattern_that_cannot_be_planned_says_what_to_change(lines: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         parsed(SMALL + lines)
+
+
+def test_a_pattern_repeats_the_same_layers_for_each_token_that_is_predicted() -> None:
+    mixers.check_hybrid("M-M-/M-/M-", 4, 2)
+    for pattern, tokens in (("M-M-/M-/M-", 1), ("M-M-/M-/MM", 2), ("M-M-", 1)):
+        with pytest.raises(ValueError, match="must have the same layers after each '/'"):
+            mixers.check_hybrid(pattern, 4, tokens)
