@@ -37,10 +37,10 @@ from megatron_zb.megatron_core.sliced_documents import (
     ends_in,
     starts_of,
 )
+from megatron_zb.megatron_core.sliced_engine import add_gradients_in_any_order
 from megatron_zb.megatron_core.sliced_routers import WholeRouting, has_losses
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, activation_shape, device
-from megatron_zb.megatron_core.transformer_engine import add_gradients_in_any_order
 from megatron_zb.schedules.slices import Slicing, slicing_of
 
 FLAG = "--pipeline-slices"

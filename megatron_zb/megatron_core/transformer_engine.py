@@ -53,7 +53,7 @@ def split_transformer_engine(chunk: torch.nn.Module, split: SplitBackward, sched
         UsageError: this TE, or a setting of the model, cannot have its weight gradients deferred.
     """
     _refuse_operations(chunk, schedule)
-    modules = {name: m for name, m in global_modules(chunk).items() if _is_linear(m)}
+    modules = {name: m for name, m in global_modules(chunk).items() if is_linear(m)}
     if not modules:
         return
     _refuse_old_version(schedule)
@@ -67,23 +67,8 @@ def split_transformer_engine(chunk: torch.nn.Module, split: SplitBackward, sched
             _split_operations(module, split)
 
 
-def add_gradients_in_any_order(chunk: torch.nn.Module) -> None:
-    """Let TE add all weight gradients of a chunk to ``main_grad``, in whatever order they come.
-
-    The first F of a step marks its weight gradient as the one that overwrites ``main_grad``. In
-    token slices it comes after those of all later slices of its microbatch.
-    """
-    for module in chunk.modules():
-        if _is_linear(module):
-            module.forward = partial(_anew, module, module.forward)
-
-
-def _anew(module: Any, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    _quantize_weights_anew(module)
-    return whole(*args, **kwargs)
-
-
-def _is_linear(module: Any) -> bool:
+def is_linear(module: Any) -> bool:
+    """Return whether a module is one of TE's whose backward has a weight gradient."""
     if "transformer_engine.pytorch" not in sys.modules:
         return False  # then there is no such module
     from transformer_engine import pytorch as te
@@ -178,14 +163,14 @@ def _split_operations(experts: Any, split: SplitBackward) -> None:
 def _forward(store: _Store, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run TE's forward, marked in the store: TE delays if told so in forward *and* in backward."""
     store.in_forward = store.takes()
-    _quantize_weights_anew(store.module)
+    quantize_weights_anew(store.module)
     try:
         return whole(*args, **kwargs)
     finally:
         store.in_forward = False
 
 
-def _quantize_weights_anew(module: Any) -> None:
+def quantize_weights_anew(module: Any) -> None:
     """Let a step's first F quantise the weights again, which later microbatches then use as well.
 
     TE would do so if told that this is the first microbatch, but then let its weight gradient
