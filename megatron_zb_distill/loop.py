@@ -213,6 +213,7 @@ class DistillRun:
         waiting = _most_waiting(args, distribution)
         self._steps = step_by_step(distribution, microbatches_of(args), args.run_ahead, waiting)
         self._progress = RankProgress(on_gpu=not args.cpu, schedule=self._steps.schedule)
+        self._channels.until_taken = self._progress.until_taken
         self._watch(dist.PrefixStore("watchdog", store), in_lane)
         busy = BusyTime(on_gpu=not args.cpu)
         file = None

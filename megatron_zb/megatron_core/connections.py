@@ -106,6 +106,8 @@ class WatchPart(StepPart):
         if step.captured:  # no step: nothing runs
             yield
             return
+        if step.channels is not None:
+            step.channels.until_taken = self.progress.until_taken
         with self.progress.step():
             yield
 

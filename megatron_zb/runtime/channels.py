@@ -115,6 +115,10 @@ def _timeout_of_job() -> timedelta | None:
 # --- queues
 
 
+def _unobserved(_: Channel) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
 class Header(NamedTuple):
     """Header that goes ahead of a message whose shape its reader does not know."""
 
@@ -179,6 +183,8 @@ class Channels:
     def _prepare(self, device: torch.device) -> None:
         """Initialise the state, with no message under way."""
         self.activation_memory: ActivationMemory | None = None
+        self.until_taken: Callable[[Channel], AbstractContextManager[Any]] = _unobserved
+        """Context to wait in until the reader of a channel has taken a message."""
         self._received: dict[Message | Header, tuple[dist.Work, torch.Tensor]] = {}
         self._sends: dict[Channel, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
         on_gpu = device.type == "cuda"
@@ -251,9 +257,8 @@ class Channels:
         At most ``slots`` sends of a channel are left untaken: past that, the oldest is waited for.
         """
         pending = self._sends[channel]
-        while len(pending) >= slots:
-            pending[0][0].wait()
-            self._forget(pending)
+        if len(pending) >= slots:
+            self._wait_until_taken(channel, slots - 1)
         tensor = tensor.contiguous()
         if self.activation_memory is not None:
             self.activation_memory.hold_sent(tensor)
@@ -281,6 +286,14 @@ class Channels:
         if len(self._enqueued) > RUN_AHEAD:
             self._enqueued.popleft().synchronize()
 
+    def _wait_until_taken(self, channel: Channel, left: int) -> None:
+        """Wait for the oldest sends of a channel until only ``left`` are untaken."""
+        pending = self._sends[channel]
+        with self.until_taken(channel):
+            while len(pending) > left:
+                pending[0][0].wait()
+                self._forget(pending)
+
     def _forget(self, pending: deque[tuple[dist.Work, torch.Tensor]]) -> None:
         _, tensor = pending.popleft()
         if self.activation_memory is not None:
@@ -293,10 +306,9 @@ class Channels:
 
     def finish(self) -> None:
         """Wait for every send of this step; a step leaves no message behind."""
-        for pending in self._sends.values():
-            while pending:
-                pending[0][0].wait()
-                self._forget(pending)
+        for channel, pending in self._sends.items():
+            if pending:
+                self._wait_until_taken(channel, 0)
         self._enqueued.clear()
         if self._received:
             raise RuntimeError(f"messages were received and never read: {list(self._received)}")

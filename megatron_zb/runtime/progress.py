@@ -1,4 +1,4 @@
-"""Progress of a rank, kept for when it stops: the pass it runs, the message it waits for.
+"""Progress of a rank, kept for when it stops: the pass it runs, the message or rank it waits for.
 
 On a GPU the host runs ahead: what it has launched is marked by events, and what the GPU is doing is
 what the first event that has not happened yet was to end. Outside of a step, what the rank does is
@@ -22,7 +22,7 @@ import torch
 
 from megatron_zb.runtime.observer import NOTHING
 from megatron_zb.schedules.passes import Channel, Message, Pair, Pass
-from megatron_zb.schedules.rules import TRAINING
+from megatron_zb.schedules.rules import TRAINING, rank_in_words
 from megatron_zb.schedules.schedule import Schedule
 
 REMEMBERED = 50
@@ -36,7 +36,7 @@ Phases = Mapping[tuple[str, str], str]
 
 @dataclass(frozen=True)
 class State:
-    """State of a rank: its activity, and the rank whose message it waits for, if any.
+    """State of a rank: its activity, and the rank that it waits for, if any.
 
     ``doing`` is a phrase, ``waits_for`` a rank of the same pipeline, ``seconds`` the time that it
     has been so, ``passes`` the last ones that it began, ``place`` its current functions and lines.
@@ -59,7 +59,8 @@ class Event(Protocol):
     def query(self) -> bool: ...
 
 
-_Situation = Pass | Pair | tuple[Channel, Message] | None
+_Situation = Pass | Pair | tuple[Channel, Message] | Channel | None
+"""A pass, a wait for a message, or a wait until a message of a channel has been taken."""
 
 
 class _Marked:
@@ -198,6 +199,10 @@ class RankProgress:
         """Return a context to wait for a message in."""
         return self._in((channel, message))
 
+    def until_taken(self, channel: Channel) -> AbstractContextManager[None]:
+        """Return a context to wait in until the reader of a channel has taken a message."""
+        return self._in(channel)
+
     def _in(self, situation: _Situation) -> AbstractContextManager[None]:
         self._situation = situation
         self._moved = time.monotonic()
@@ -257,7 +262,7 @@ class RankProgress:
         )
 
     def _situation_in_words(self) -> tuple[str, int | None]:
-        """Return, in a step, a phrase and the logical rank whose message the rank waits for."""
+        """Return, in a step, a phrase and the logical rank that the rank waits for."""
         marks = list(self._marks)
         situation = marks[0][0] if marks else self._situation
         if not self.in_step:
@@ -266,6 +271,9 @@ class RankProgress:
             return "is before its first pass", None
         if isinstance(situation, Pass | Pair):
             return f"is in {self._in_words(situation)}", None
+        if isinstance(situation, Channel):
+            reader = rank_in_words(situation.target)
+            return f"waits until {reader} takes what it has sent", situation.target
         channel, message = situation
         awaited = self._rules.awaited_in_words(self._placement, channel, message)
         return f"waits for {awaited}", channel.source

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,23 @@ def test_a_send_beyond_the_slots_waits_for_the_oldest() -> None:
     assert channels.notes == ["send 0", "send 1", "wait 0", "send 2", "wait 1", "send 3"]
     channels.finish()
     assert channels.notes[-2:] == ["wait 2", "wait 3"]
+
+
+def test_a_wait_for_the_reader_of_a_send_is_seen_and_no_other_send_is() -> None:
+    channels = Noted()
+
+    @contextmanager
+    def seen(channel: Channel) -> Iterator[None]:
+        channels.notes.append(f"until {channel.target} takes")
+        yield
+
+    channels.until_taken = seen
+    for _ in range(3):
+        channels.send(THERE, torch.zeros(2), slots=2)
+    assert channels.notes == ["send 0", "send 1", "until 1 takes", "wait 0", "send 2"]
+    channels.finish()
+    channels.finish()  # nothing is left to wait for
+    assert channels.notes[5:] == ["until 1 takes", "wait 1", "wait 2"]
 
 
 def test_sends_that_have_been_taken_are_forgotten_between_passes() -> None:

@@ -48,6 +48,18 @@ def waiting(source: int, target: int) -> Callable[[RankProgress, ExitStack], Non
     return tell
 
 
+def sending(source: int, target: int) -> Callable[[RankProgress, ExitStack], None]:
+    """A rank whose messages another one does not take, after a pass that it is no longer in."""
+
+    def tell(progress: RankProgress, stack: ExitStack) -> None:
+        stack.enter_context(progress.step())
+        with progress.running(forward(source, 2)):
+            pass
+        stack.enter_context(progress.until_taken(Channel(source, target)))
+
+    return tell
+
+
 def running(progress: RankProgress, stack: ExitStack) -> None:
     stack.enter_context(progress.step())
     stack.enter_context(progress.running(forward(1, 7)))
@@ -151,6 +163,15 @@ def test_a_rank_in_a_long_pass_is_named_with_the_pass() -> None:
     job.wait({0, 1})
     assert "rank 11 holds up all others: it is in F of stage 1, microbatch 7 for" in job.lines[0][3]
     assert job.lines[0][3] == job.lines[1][3]
+
+
+def test_a_rank_that_takes_no_messages_is_named_and_not_the_one_that_sends_them() -> None:
+    job = Job([sending(0, 1), running], seconds=0.4)
+    job.wait({0, 1})
+    takes = "it waits until pipeline rank 1 in schedule order takes what it has sent"
+    assert job.lines[0][0].endswith(takes)
+    for lines in job.lines.values():
+        assert "rank 11 holds up all others: it is in F of stage 1, microbatch 7" in lines[3]
 
 
 @pytest.mark.parametrize("others", [waiting(1, 0), between])
