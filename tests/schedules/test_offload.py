@@ -221,6 +221,21 @@ def test_auto_moves_where_memory_is_short_and_is_never_slower_for_it(brief_searc
     assert simulate(moves, costs).makespan <= simulate(kept, costs).makespan * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8)])
+def test_auto_on_one_chunk_moves_and_is_as_fast_as_1f1b_in_all_of_its_memory(
+    brief_searches: None, p: int, m: int
+) -> None:
+    """Its search begins with that order, and stays far behind without it."""
+    costs = costs_of(p, 0.1)
+    given: dict[str, Any] = {"pipeline_size": p, "num_microbatches": m}
+    usual = schedules.build("1f1b", **given, costs=costs.with_all_kept())
+    limit = 1.2 / p  # of one microbatch, and what W keeps of another
+    found = schedules.build("auto", **given, costs=costs, memory_limit=limit, chunks=1)
+    timeline = simulate(found, costs)
+    assert max(timeline.peak_memory) <= limit * p + 1e-9
+    assert timeline.makespan <= simulate(usual, costs).makespan
+
+
 @pytest.mark.full
 def test_where_copies_take_long_some_units_are_dropped_instead(brief_searches: None) -> None:
     """In one order; no slower than what may only move, or only drop."""
