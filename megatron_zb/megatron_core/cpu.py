@@ -273,9 +273,10 @@ def redirect_adam() -> None:
     class AdamW(torch.optim.AdamW):
         def _steps_to_parameters(self) -> None:
             for group in self.param_groups:
+                steps = float(group.get("step", 0))
                 for parameter in group["params"]:
-                    if self.state[parameter]:
-                        self.state[parameter]["step"] = torch.tensor(float(group.get("step", 0)))
+                    if self.state[parameter]:  # a step that a resume has set there counts
+                        self.state[parameter].setdefault("step", torch.tensor(steps))
 
         def _steps_to_groups(self) -> None:
             for group in self.param_groups:

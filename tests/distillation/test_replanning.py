@@ -9,12 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from distillation_cases import GPT, HALF, TRAINING, _store, enter, job_of
+from distillation_cases import HALF, LLAMA, TRAINING, _store, enter, job_of
+from rank_process import Kind
 from ranks import RankPools
 from texts import prepared
 
 from megatron_zb.errors import UsageError
-from megatron_zb_distill import loop, replanning
+from megatron_zb_distill import flags, loop, replanning
 from megatron_zb_distill.flags import parse
 from megatron_zb_distill.replanning import as_measured, better
 from megatron_zb_distill.report import BusyTime
@@ -41,15 +42,18 @@ def test_only_what_saves_enough_is_better(seconds: list[float], expected: str | 
         assert found[1] == pytest.approx(1 - 71 / 90)
 
 
-def weights_of(corpus: str, folder: str, slow: bool) -> tuple[dict[Any, torch.Tensor], str]:
+def weights_of(
+    corpus: str, folder: str, slow: bool, more: list[str]
+) -> tuple[dict[Any, torch.Tensor], str]:
     """A rank's student blocks after a run that thinks its first stage slow, or that is left alone.
 
     The second run has the distribution that the first ends with.
     """
-    enter(GPT, folder)
-    flags = ["--save", f"{folder}/{slow}", "--save-interval", "2", "--train-iters", "4"]
-    flags += ["--redistribute"] if slow else ["--distribution", "0-0:1,1-3:1"]
-    job = job_of(corpus, folder, [HALF], *flags)
+    enter(LLAMA, folder)
+    words = ["--save", f"{folder}/{slow}", "--save-interval", "2", "--train-iters", "4", *more]
+    words += ["--redistribute"] if slow else ["--distribution", "0-0:1,1-3:1"]
+    with patch.object(flags, "_check_fp8"):  # which refuses what only stand-ins compute
+        job = job_of(corpus, folder, [HALF], *words)
     run: list[loop.DistillRun] = []
     finish = loop._finish
 
@@ -80,15 +84,23 @@ def job_given(job: loop.Job) -> Distribution:
     return Distribution.parse(job.args.distribution)
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (Kind.PLAIN, []),
+        (Kind.TRANSFORMER_ENGINE, ["--bf16", "--teacher-fp8", "tensorwise"]),
+    ],
+    ids=["", "fp8"],
+)
 def test_a_run_goes_on_where_it_is_faster_with_the_same_bits(
-    ranks: RankPools, tmp_path: Path
+    ranks: RankPools, tmp_path: Path, kind: Kind, more: list[str]
 ) -> None:
-    corpus = prepared(tmp_path, most_bytes=100_000)
-    pool = ranks(2)
-    moved, as_given = (
-        pool.run(weights_of, corpus=corpus, folder=str(tmp_path / "teacher"), slow=slow)
-        for slow in (True, False)
-    )
+    case: dict[str, Any] = {
+        "corpus": prepared(tmp_path, most_bytes=100_000),
+        "folder": str(tmp_path / "teacher"),
+        "more": more,
+    }
+    moved, as_given = (ranks(2, kind).run(weights_of, **case, slow=slow) for slow in (True, False))
     for (ours, found), (expected, given) in zip(moved, as_given, strict=True):
         assert found == given == "0-0:1,1-3:1"
         assert ours.keys() == expected.keys()

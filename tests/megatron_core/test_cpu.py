@@ -91,3 +91,8 @@ def test_an_optimizer_tells_its_steps_with_and_without_parameters(
         optimizer.step()
     state = optimizer.state_dict()["state"]
     assert [each["step"].item() for each in state.values()] == [2.0] * max(1, parameters)
+    for parameter in held:  # as a resume may set it
+        optimizer.state[parameter]["step"] = torch.tensor(7.0)
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == (8 if parameters else 3)
