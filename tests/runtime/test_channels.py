@@ -69,6 +69,10 @@ def test_a_wait_for_the_reader_of_a_send_is_seen_and_no_other_send_is() -> None:
     channels.finish()
     channels.finish()  # nothing is left to wait for
     assert channels.notes[5:] == ["until 1 takes", "wait 1", "wait 2"]
+    with channels.capturing(True):  # a mark of the device would spoil the graph
+        channels.send(THERE, torch.zeros(2), slots=1)
+        channels.finish()
+    assert channels.notes[8:] == ["send 3", "wait 3"]
 
 
 def test_sends_that_have_been_taken_are_forgotten_between_passes() -> None:
