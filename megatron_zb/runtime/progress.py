@@ -1,8 +1,8 @@
 """Progress of a rank, kept for when it stops: the pass it runs, the message or rank it waits for.
 
-On a GPU the host runs ahead: what it has launched is marked by events, and what the GPU is doing is
-what the first event that has not happened yet was to end. Outside of a step, what the rank does is
-read from the stack of the thread that trains.
+On a GPU the host runs ahead, and records an event after everything that it launches: the GPU is
+busy with what the first pending event ends. Between two steps, the activity is read from the stack
+of the thread that trains.
 """
 
 from __future__ import annotations

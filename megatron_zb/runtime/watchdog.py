@@ -1,14 +1,14 @@
 """Watchdog that ends a job that has stopped, and reports the rank that holds it up.
 
-A rank that is killed, stopped or stuck leaves all others waiting for ever. On every rank a thread
-watches the rank's progress and answers questions; a rank that has made none for too long asks all
-ranks of the job, through a store, where they stand. What they tell, or that one does not answer,
-says whether the job is slow or has stopped: then every rank writes down where it stands and which
-rank holds up all others, and ends. A second thread sees to it that the first is answered at all:
-the store may be held by the very process that has been stopped.
+A rank that is killed, suspended or stuck leaves all others waiting for ever. On every rank, a
+thread watches the rank's progress and answers questions. A rank without progress for too long asks
+all ranks of the job for their states, through a store. The answers, and the ranks that give none,
+decide whether the job is slow or has stopped. In a job that has stopped, every rank reports its
+state and the rank that holds up all others, and ends. A second thread watches the store itself: the
+process that holds it may be the one that was suspended.
 
-Any rank may ask at any time; a question has a number, all ranks answer it, and the next one has the
-next number. No call waits in the store, which one connection answers in turn.
+Any rank may ask at any time. Questions are numbered, and all ranks answer each. No call waits
+inside the store, because a connection serves its calls one after the other.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class Conclusion:
 
 
 class Inquiry:
-    """One rank's part in questions. ``heard`` is the ``time.monotonic`` of the store's last answer.
+    """One rank's side of the questions.
 
-    ``asked_first`` is whether no other rank was asking already when this one last did.
+    ``heard`` is the ``time.monotonic`` of the store's last answer. ``asked_first`` is False where
+    another rank was already asking when this one last did.
 
     Args:
         job: all ranks that may be asked.
         patience: seconds that all ranks together have to answer a question.
-        stopped: is set when nobody waits for answers any more.
+        stopped: set when nobody waits for answers any more.
     """
 
     def __init__(
@@ -194,9 +195,9 @@ def who_holds_up(states: Mapping[int, State], rank: int) -> int:
 def judged(states: Mapping[int, State], silent: Collection[int], seconds: float) -> int | None:
     """Return the rank that holds up all others for good; None where the job may merely be slow.
 
-    A rank that does not answer holds up the job wherever the others are. One that answers does so
-    in a step alone: between two steps it may load data or write a checkpoint for as long as it has
-    to.
+    A rank that does not answer holds up the job wherever the others are. A rank that answers can
+    only hold it up within a step: between two steps it may load data or write a checkpoint, however
+    long that takes.
 
     Args:
         states: of the ranks that have answered, by rank.
