@@ -36,67 +36,67 @@ _SECONDS = {"NAMED_SECONDS": 0.1, "STATE_SECONDS": 1.0, "_PAIR_SECONDS": 0.3}
 _AUTO_EVERY = 50  # requests: it searches for seconds
 
 
-def draw(dice: random.Random, number: int) -> tuple[str, dict[str, Any]]:
+def draw(rng: random.Random, number: int) -> tuple[str, dict[str, Any]]:
     """A name and the arguments of ``schedules.build``."""
-    p, m = dice.randint(2, 8), dice.randint(1, 24)
+    p, m = rng.randint(2, 8), rng.randint(1, 24)
     is_auto = number % _AUTO_EVERY == 0
     if is_auto:
-        p, m = dice.randint(2, 4), dice.randint(1, 8)
-    name = "auto" if is_auto else dice.choice([n for n in schedules.names() if n != "auto"])
+        p, m = rng.randint(2, 4), rng.randint(1, 8)
+    name = "auto" if is_auto else rng.choice([n for n in schedules.names() if n != "auto"])
     costs = schedules.Costs.uniform(
         pipeline_size=p,
-        forward=dice.uniform(0.5, 2),
-        backward=dice.uniform(0.5, 2),
-        weight=dice.uniform(0.2, 2),
-        p2p=dice.choice([0.0, dice.uniform(0, 0.3)]),
+        forward=rng.uniform(0.5, 2),
+        backward=rng.uniform(0.5, 2),
+        weight=rng.uniform(0.2, 2),
+        p2p=rng.choice([0.0, rng.uniform(0, 0.3)]),
     )
-    limit = dice.choice([None, None, dice.uniform(0.3, 2)])
-    chunks = dice.choice([2, 3, 4]) if catalog.family(name).takes_chunks and not is_auto else None
+    limit = rng.choice([None, None, rng.uniform(0.3, 2)])
+    chunks = rng.choice([2, 3, 4]) if catalog.family(name).takes_chunks and not is_auto else None
     given = {"pipeline_size": p, "num_microbatches": m, "costs": costs, "memory_limit": limit}
-    return name, {**given, "chunks": chunks, "back_to_back": dice.random() < 0.2}
+    return name, {**given, "chunks": chunks, "back_to_back": rng.random() < 0.2}
 
 
-def draw_other(dice: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
+def draw_other(rng: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
     """A request of a kind that is not plain."""
-    p, m = dice.randint(2, 5), dice.randint(2, 10)
-    slices = p * dice.choice([1, 2])
+    p, m = rng.randint(2, 5), rng.randint(2, 10)
+    slices = p * rng.choice([1, 2])
 
     def each(least: float, most: float) -> list[float]:
         if kind in ("stages", "lengths"):
-            return [dice.uniform(least, most) for _ in range(slices)]
-        return [dice.uniform(least, most)] * slices
+            return [rng.uniform(least, most) for _ in range(slices)]
+        return [rng.uniform(least, most)] * slices
 
     costs = schedules.Costs.of_slices(
         pipeline_size=p,
         forward=each(0.5, 2),
         backward=each(0.5, 2),
         weight=each(0.2, 1),
-        p2p=dice.choice([0.0, 0.1]),
+        p2p=rng.choice([0.0, 0.1]),
     )
     if kind == "pairs":
-        exchange = {"forward": dice.uniform(0.1, 0.6), "backward": dice.uniform(0.1, 0.6)}
+        exchange = {"forward": rng.uniform(0.1, 0.6), "backward": rng.uniform(0.1, 0.6)}
         costs = costs.with_communication(**exchange)
     if kind in ("R", "R+DH"):
-        costs = costs.with_recomputation(kept_input=dice.uniform(0.01, 0.1))
+        costs = costs.with_recomputation(kept_input=rng.uniform(0.01, 0.1))
     if kind in ("DH", "R+DH"):
-        costs = costs.with_offload(seconds=dice.uniform(0.2, 1.0))
+        costs = costs.with_offload(seconds=rng.uniform(0.2, 1.0))
     if kind in ("vocabulary", "embedding"):
-        output, weight = dice.uniform(1, 3), dice.uniform(0.5, 1.5)
+        output, weight = rng.uniform(1, 3), rng.uniform(0.5, 1.5)
         lookup = 0.01 if kind == "embedding" else None
         costs = costs.with_vocabulary(output=output, weight=weight, lookup=lookup)
     if kind == "lengths":
-        costs = costs.of_lengths([dice.uniform(0.5, 2) for _ in range(m)])
-    name = dice.choice(_WITH_STATES if kind in _STATES else _WITH_OTHERS)
-    limit = dice.choice([None, dice.uniform(0.4, 1.2)])
+        costs = costs.of_lengths([rng.uniform(0.5, 2) for _ in range(m)])
+    name = rng.choice(_WITH_STATES if kind in _STATES else _WITH_OTHERS)
+    limit = rng.choice([None, rng.uniform(0.4, 1.2)])
     sizes = {"pipeline_size": p, "num_microbatches": m}
     return name, {**sizes, "costs": costs, "memory_limit": limit}
 
 
 def requests(kind: str, count: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """The requests of a kind."""
-    dice = random.Random(seed if kind == PLAIN else f"{seed} {kind}")
+    rng = random.Random(seed if kind == PLAIN else f"{seed} {kind}")
     for number in range(count):
-        yield draw(dice, number) if kind == PLAIN else draw_other(dice, kind)
+        yield draw(rng, number) if kind == PLAIN else draw_other(rng, kind)
 
 
 def built(name: str, given: dict[str, Any]) -> str:

@@ -92,8 +92,8 @@ def _arguments() -> argparse.Namespace:
 
 def _lengths(args: argparse.Namespace) -> list[int]:
     """Lengths whose median is an eighth of the longest that are allowed."""
-    dice = random.Random(args.seed)
-    drawn = [args.longest / 8 * dice.lognormvariate(0.0, 0.9) for _ in range(args.microbatches)]
+    rng = random.Random(args.seed)
+    drawn = [args.longest / 8 * rng.lognormvariate(0.0, 0.9) for _ in range(args.microbatches)]
     return [max(8, min(args.longest, int(each))) for each in drawn]
 
 

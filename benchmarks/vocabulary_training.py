@@ -319,10 +319,10 @@ def _batches(job: Job, step: int) -> Iterator[Batch]:
     uniform = torch.rand(words, SUCCESSORS, generator=torch.Generator().manual_seed(0))
     follows = (uniform**SKEW * words).long()
     for microbatch in range(job.microbatches):
-        dice = torch.Generator().manual_seed(1 + step * job.microbatches + microbatch)
-        tokens = [torch.randint(words, (job.sizes.micro_batch_size,), generator=dice)]
+        rng = torch.Generator().manual_seed(1 + step * job.microbatches + microbatch)
+        tokens = [torch.randint(words, (job.sizes.micro_batch_size,), generator=rng)]
         for _ in range(length):
-            which = torch.randint(SUCCESSORS, tokens[-1].shape, generator=dice)
+            which = torch.randint(SUCCESSORS, tokens[-1].shape, generator=rng)
             tokens.append(follows[tokens[-1], which])
         text = torch.stack(tokens, 1)
         yield text[:, :-1].contiguous(), text[:, 1:].contiguous()

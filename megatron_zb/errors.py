@@ -61,7 +61,7 @@ _PACKAGES = {
 
 
 @contextmanager
-def told_if_missing() -> Iterator[None]:
+def explain_missing_package() -> Iterator[None]:
     """Name a package that is not installed, and how to install it.
 
     Raises:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zb.errors import UsageError, describe_lost_peer, end_with, told_if_missing
+from megatron_zb.errors import UsageError, describe_lost_peer, end_with, explain_missing_package
 
 if TYPE_CHECKING:
     from megatron_zb.megatron_lm.checkout import Checkout
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(0)
     rank = int(os.environ.get("RANK", "0"))
     try:
-        with told_if_missing():
+        with explain_missing_package():
             script = _prepare(rest, on_cpu)
             sys.argv = [str(script), *rest[1:]]
             runpy.run_path(str(script), run_name="__main__")

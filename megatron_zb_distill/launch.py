@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_zb.errors import UsageError, told_if_missing
+from megatron_zb.errors import UsageError, explain_missing_package
 from megatron_zb.job import data_contents
 from megatron_zb_distill.flags import check, check_candidate, check_split, complete, parser
 from megatron_zb_train import launch as training_launch
@@ -30,7 +30,7 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     failure, job = None, None
     values: dict[str, Any] = {}
     try:
-        with told_if_missing():
+        with explain_missing_package():
             args = parser().parse_args(argv)
             values = training_launch.given_arguments(args)
             check(args)

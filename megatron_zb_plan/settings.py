@@ -30,7 +30,7 @@ from megatron_zb_plan.strategy import (
     Choices,
     ScheduleCandidate,
     Strategy,
-    said_of_none,
+    no_strategy_message,
     strategies,
 )
 from megatron_zb_plan.vocabulary import CountedShard, can_be_shared, why_not_cut
@@ -335,7 +335,7 @@ class CountedSettings:
         )
         found = [EvenSplit(load) for load in loads if are_long(load, job.choices.slice_tokens)]
         if not found:
-            raise UsageError(said_of_none(*sizes))
+            raise UsageError(no_strategy_message(*sizes))
         if job.has_slices and all(s.load.strategy.slices == 1 for s in found):
             raise UsageError(
                 f"--slices {','.join(map(str, job.choices.slices))}: no sample of {job.sequence} "

@@ -260,7 +260,7 @@ _FLAGS = {"microbatch": "--micro-batch-size"}
 _FARTHEST = 64  # numbers of GPUs that are looked at on either side
 
 
-def said_of_none(
+def no_strategy_message(
     model: ModelConfig, device: DeviceConfig, gpus: int, global_batch: int, choices: Choices
 ) -> str:
     """Describe sizes that cannot be divided: the flag to change, and the values that would do."""

@@ -95,8 +95,8 @@ class SequenceLengths:
         return cls(most, packs, given=tuple(map(int, lines)))._checked(text)
 
     def _checked(self, text: str) -> SequenceLengths:
-        dice = random.Random("mean")
-        mean = fmean(self._sequence(dice) for _ in range(_MOST_IN_A_PACK))
+        rng = random.Random("mean")
+        mean = fmean(self._sequence(rng) for _ in range(_MOST_IN_A_PACK))
         if self.packs and mean * _MOST_IN_A_PACK < self.most:
             raise UsageError(
                 f"--lengths {text}: a pack of {self.most} tokens would have more than "
@@ -111,14 +111,14 @@ class SequenceLengths:
         mean = fmean(map(sum, drawn))
         return max(_ROUND, _ROUND * round(mean / _ROUND))
 
-    def drawn(self, count: int, dice: random.Random) -> Packs:
+    def drawn(self, count: int, rng: random.Random) -> Packs:
         """Return the sequences of so many microbatches."""
         if not self.packs:
-            return [[self._sequence(dice)] for _ in range(count)]
+            return [[self._sequence(rng)] for _ in range(count)]
         found: Packs = []
         totals: list[int] = []
         while True:
-            length = self._sequence(dice)
+            length = self._sequence(rng)
             fitting = (k for k, total in enumerate(totals) if total + length <= self.most)
             place = next(fitting, len(found))
             if place == count:
@@ -129,10 +129,10 @@ class SequenceLengths:
             found[place].append(length)
             totals[place] += length
 
-    def _sequence(self, dice: random.Random) -> int:
+    def _sequence(self, rng: random.Random) -> int:
         if self.given:
-            return min(self.most, dice.choice(self.given))
-        return max(1, min(self.most, round(dice.lognormvariate(math.log(self.median), self.sigma))))
+            return min(self.most, rng.choice(self.given))
+        return max(1, min(self.most, round(rng.lognormvariate(math.log(self.median), self.sigma))))
 
 
 def _two_numbers(text: str, numbers: str) -> tuple[float, float]:

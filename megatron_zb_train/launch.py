@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_zb import __version__
-from megatron_zb.errors import UsageError, describe_lost_peer, told_if_missing
+from megatron_zb.errors import UsageError, describe_lost_peer, explain_missing_package
 from megatron_zb.job import data_contents
 from megatron_zb.job.agreement import named_arguments
 from megatron_zb.job.data_contents import RECORD
@@ -52,7 +52,7 @@ def launch(
     if environment.rank and {"-h", "--help"} & set(argv):
         sys.exit(0)  # rank 0 prints it
     try:
-        with told_if_missing():
+        with explain_missing_package():
             (run or _run)(argv, environment)
     except UsageError as error:
         end(2, f"megatron_zb: error: {error}")
@@ -93,7 +93,7 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     values: dict[str, Any] = {}
     args = argparse.Namespace()
     try:
-        with told_if_missing():
+        with explain_missing_package():
             args = parser().parse_args(argv)
             values = given_arguments(args)
             complete(args, environment.world_size)
@@ -105,7 +105,7 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     ranks.agree("arguments", values, failure)
     build = _build_for_all(args, store, environment)
     try:
-        with told_if_missing():
+        with explain_missing_package():
             adapter = _adapter(args, build)
             values |= _made_of_files(args, adapter)
     except UsageError as error:

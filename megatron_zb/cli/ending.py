@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
-from megatron_zb.errors import UsageError, told_if_missing
+from megatron_zb.errors import UsageError, explain_missing_package
 
 WRONG = 2
 INTERRUPTED = 130  # the exit status of shells for a program that Ctrl-C has ended
@@ -30,7 +30,7 @@ def ended(program: str, command: Callable[[], int | None]) -> int:
     """
     try:
         try:
-            with told_if_missing():
+            with explain_missing_package():
                 return command() or 0
         except UsageError as error:
             print(f"{program}: error: {error}", file=sys.stderr)

@@ -64,7 +64,7 @@ class HiddenExchange:
         share = sum(seconds) / (sum(forward) - sum(seconds))
         return cls(tuple(seconds), max(0.0, median(longer) - 1.0), share)
 
-    def told_apart(self, costs: Costs) -> Costs:
+    def split_off(self, costs: Costs) -> Costs:
         """Return costs with the seconds of each slice as a part of F, B and BW that pairs hide."""
         pairs = zip(self.seconds, costs.forward, costs.backward, strict=True)
         exchange = [min(seconds, _MOST * f, _MOST * b) for seconds, f, b in pairs]

@@ -199,7 +199,7 @@ class Fit(CostModel):
             return costs
         ran = zip(exchange.seconds, self.profile.stages, strict=True)
         layer = median(s / n for s, stage in ran if (n := stage.layers.count("t")))
-        return replace(exchange, seconds=tuple(n * layer for n in counts)).told_apart(costs)
+        return replace(exchange, seconds=tuple(n * layer for n in counts)).split_off(costs)
 
     def _costs(
         self,

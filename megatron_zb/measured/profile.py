@@ -365,7 +365,7 @@ class Profile(Section):
             held_for_weight=[s.held_for_weight for s in stages],
         )
         if (exchange := self.exchange) is not None:
-            costs = exchange.told_apart(costs)
+            costs = exchange.split_off(costs)
         if self.vocabulary is None:
             return costs
         costs = self.vocabulary.added_to(costs, placement.rank_of[-1], host=host)

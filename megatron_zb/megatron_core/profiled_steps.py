@@ -334,21 +334,19 @@ def _hooks(mark: Mark, model: Any) -> Iterator[Any]:
     yield from _hooks_of_prediction(mark, getattr(staged, "mtp", None))
 
 
-def _hooks_of_attention(
-    mark: Mark, module: Any, is_told_apart: Callable[[], bool]
-) -> Iterator[Any]:
+def _hooks_of_attention(mark: Mark, module: Any, is_split_off: Callable[[], bool]) -> Iterator[Any]:
     """Yield hooks that mark core attention, and in B from its output's gradient to its query's.
 
     Overlapped passes run a layer in pieces without its decoder, whose layers are not told apart.
     """
 
     def begins(module: Any, args: Any, kwargs: Any) -> None:
-        if is_told_apart():
+        if is_split_off():
             mark(ATTENTION)
             _when_its_gradient_comes(kwargs.get("query", args[0] if args else None), mark, LAYERS)
 
     def ends(module: Any, args: Any, output: Any) -> None:
-        if is_told_apart():
+        if is_split_off():
             mark(LAYERS)
             _when_its_gradient_comes(output, mark, ATTENTION)
 

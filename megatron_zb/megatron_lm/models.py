@@ -22,7 +22,7 @@ from megatron_zb.parsing import flag_of
 
 
 @dataclass(frozen=True)
-class Served:
+class Supported:
     """What has been proven for the models of a class; all run one chunk per rank."""
 
     in_a_v: bool = False
@@ -38,10 +38,10 @@ class Served:
 # A HybridModel was called MambaModel before 0.18. Each may have
 # an encoder in front, as its `language_model`.
 MODELS = {
-    "GPTModel": Served(in_a_v=True, draws_by_layer=True),
-    "BertModel": Served(draws_by_layer=True),
-    "MambaModel": Served(in_a_v=True, draws_by_layer=True, last=versions.WITHOUT_HYBRID_CHUNKS),
-    "HybridModel": Served(in_a_v=True, draws_by_layer=True),
+    "GPTModel": Supported(in_a_v=True, draws_by_layer=True),
+    "BertModel": Supported(draws_by_layer=True),
+    "MambaModel": Supported(in_a_v=True, draws_by_layer=True, last=versions.WITHOUT_HYBRID_CHUNKS),
+    "HybridModel": Supported(in_a_v=True, draws_by_layer=True),
 }
 
 
@@ -173,22 +173,22 @@ def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -
         UsageError: names the model and those that are supported.
     """
     name, staged = type(chunk).__name__, language_model(chunk)
-    served = next((MODELS[c.__name__] for c in type(staged).__mro__ if c.__name__ in MODELS), None)
+    supported = next((MODELS[c.__name__] for c in type(staged).__mro__ if c.__name__ in MODELS), None)
     refused = f"--pipeline-schedule {schedule} cannot run a {name}"
-    if served is None:
+    if supported is None:
         raise UsageError(
             f"{refused}: it runs {', '.join(MODELS)}, and models with one of these as their "
             "language_model on every stage and encoders on the first"
         )
-    if not served.is_proven():
-        served = Served()
+    if not supported.is_proven():
+        supported = Supported()
     if staged is not chunk:
         if why := why_not_placed(chunk):
             raise UsageError(f"{refused}: {why}")
-        served = replace(served, draws_by_layer=False)
-    if in_a_v and not served.in_a_v:
+        supported = replace(supported, draws_by_layer=False)
+    if in_a_v and not supported.in_a_v:
         raise UsageError(f"{refused}: use one with one chunk per rank, such as zb-h1")
-    if draws_by_layer and not served.draws_by_layer:
+    if draws_by_layer and not supported.draws_by_layer:
         raise UsageError(
             f"the layers of a {name} cannot draw their weights from random streams of their own: "
             f"add {STREAMS_FLAG} rank"

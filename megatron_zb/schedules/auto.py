@@ -30,7 +30,7 @@ from megatron_zb.schedules.simulator import simulate
 
 _QUICK_SECONDS = 0.5
 _SECONDS = {"v": 12.0, "wave": 3.0, "custom": 3.0, "looped": 0.5, "loop": 0.4}
-_SECONDS_OF_WALKS = 16.0  # estimated with caution: measured, about half
+_SECONDS_OF_RESTARTS = 16.0  # estimated with caution: measured, about half
 _SECONDS_OF_PAIRS = 24.0
 _MOST_CHUNKS_OF_STATES = 4
 _LARGE_LOOP = 24_000  # passes: its order is good as it is, and a search takes long
@@ -375,7 +375,7 @@ def _long(placement: Placement, request: Request, known: Sequence[Schedule]) -> 
         known=known,
         seconds=_SECONDS["loop" if _is_loop(placement) else kind],
         thorough=True,
-        walking=_SECONDS_OF_WALKS if kind == "v" else 0.0,
+        restarting=_SECONDS_OF_RESTARTS if kind == "v" else 0.0,
     )
 
 

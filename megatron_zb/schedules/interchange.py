@@ -136,7 +136,7 @@ def from_csv(
 
     Raises:
         UsageError: the file cannot be read, or the table breaks a rule (InvalidSchedule); the
-            message names the rule and, where one cell is to blame, its row and column.
+            message names the rule and, where one cell is the cause, its row and column.
     """
     if isinstance(source, Path):
         text, name = _read(source), name or source.name

@@ -1,7 +1,7 @@
 """Rules of a kind of work: its kinds of passes, the words of messages, and what violates them.
 
 The table of kinds defines inputs, outputs, memory and valid orders (see :mod:`kinds`); the rules
-add what a table cannot say. A schedule holds its rules, and whatever walks through it asks them.
+add what a table cannot say. A schedule holds its rules, for all code that iterates over it.
 """
 
 from __future__ import annotations

@@ -395,9 +395,9 @@ def _in_another_order(
         return (0.0 if keeps(plan.peaks, limit) else excess), _seconds(plan)
 
     best = min((_planned(table, costs, order) for order in orders), key=rank_of)
-    dice = random.Random(0)
+    rng = random.Random(0)
     for _ in range(_SWAPS_OF_A_TABLE if len(orders) > 1 else 0):
-        i, j = dice.sample(range(len(best.order)), 2)
+        i, j = rng.sample(range(len(best.order)), 2)
         order = list(best.order)
         order[i], order[j] = order[j], order[i]
         best = min(best, _planned(table, costs, tuple(order)), key=rank_of)
@@ -490,11 +490,11 @@ class _Search:
 
     def swapped(self, start: _Candidate, count: int) -> _Candidate:
         """Return the best order by swaps and shifts of two microbatches under the table."""
-        dice, best, m = random.Random(count), start, self._table.num_microbatches
+        rng, best, m = random.Random(count), start, self._table.num_microbatches
         for _ in range(count if m > 1 else 0):
-            i, j = dice.sample(range(m), 2)
+            i, j = rng.sample(range(m), 2)
             order = list(best.order)
-            if dice.random() < 0.5:
+            if rng.random() < 0.5:
                 order[i], order[j] = order[j], order[i]
             else:
                 order.insert(j, order.pop(i))

@@ -19,7 +19,7 @@ from traced_steps import profile, ran
 from megatron_zb.cli import check, doctor, show, trace, verify
 from megatron_zb.cli import main as cli
 from megatron_zb.cli.ending import ended, told_if_slow
-from megatron_zb.errors import UsageError, told_if_missing
+from megatron_zb.errors import UsageError, explain_missing_package
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.measured.trace import write_trace
 from megatron_zb_distill import cli as distillation
@@ -257,7 +257,7 @@ def test_other_slow_commands_report_what_they_do(
 
 def test_a_missing_package_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(UsageError) as error, told_if_missing():
+    with pytest.raises(UsageError) as error, explain_missing_package():
         import yaml  # noqa: F401
     said = str(error.value)
     assert said.startswith(f"the package pyyaml is not installed, which {__file__} imports in line")
@@ -266,7 +266,7 @@ def test_a_missing_package_is_named_with_its_place(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_part_of_a_package_keeps_its_error() -> None:
-    with pytest.raises(ModuleNotFoundError), told_if_missing():
+    with pytest.raises(ModuleNotFoundError), explain_missing_package():
         import_module("json.nothing")
 
 

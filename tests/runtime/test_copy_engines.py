@@ -216,13 +216,13 @@ class InPieces(ThreadEngines):
 
 @settings(deadline=None)
 @given_by(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.randoms(use_true_random=False))
-def test_memory_of_the_host_is_what_is_in_use_at_a_time(sizes: list[int], dice: Random) -> None:
+def test_memory_of_the_host_is_what_is_in_use_at_a_time(sizes: list[int], rng: Random) -> None:
     """To a whole piece, whatever lengths come one after the other; no two units share a byte."""
     host, most = HostMemory(torch.device("cpu"), InPieces()), 0
     live: list[tuple[int, list[Segment]]] = []
     for number, size in enumerate(sizes):
-        while live and dice.random() < 0.5:
-            written, parts = live.pop(dice.randrange(len(live)))
+        while live and rng.random() < 0.5:
+            written, parts = live.pop(rng.randrange(len(live)))
             assert all(bool((host.bytes_of(part) == written).all()) for part in parts)
             host.give_back(parts)
         parts = host.take(512 * size)

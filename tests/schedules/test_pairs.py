@@ -330,11 +330,11 @@ def test_pairs_are_no_slower_than_the_same_request_without_them(
     assert max(simulate(joined, costs).peak_activation) <= allowed + 1e-9
 
 
-def drawn_costs(dice: random.Random, p: int) -> Costs:
+def drawn_costs(rng: random.Random, p: int) -> Costs:
     """Costs of 2p stages that all differ."""
 
     def each(low: float, high: float) -> list[float]:
-        return [dice.uniform(low, high) for _ in range(2 * p)]
+        return [rng.uniform(low, high) for _ in range(2 * p)]
 
     return Costs.of_slices(
         pipeline_size=p,
@@ -349,10 +349,10 @@ def drawn_costs(dice: random.Random, p: int) -> Costs:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", sizes.first(1, [3, 5, 6, 7, 8]))
 def test_auto_is_no_slower_than_a_named_schedule_with_pairs(seed: int) -> None:
-    dice = random.Random(seed)
-    p = dice.choice([2, 3, 4])
-    m, costs = dice.randint(p, 3 * p), drawn_costs(dice, p)
-    limit = dice.choice([0.6, 0.8, 1.0, 1.5])
+    rng = random.Random(seed)
+    p = rng.choice([2, 3, 4])
+    m, costs = rng.randint(p, 3 * p), drawn_costs(rng, p)
+    limit = rng.choice([0.6, 0.8, 1.0, 1.5])
 
     def seconds(name: str, **more: Any) -> float:
         schedule = schedules.build(

@@ -39,10 +39,10 @@ def _problem(microbatches: float = 2.5) -> Problem:
 
 
 def _biased(seed: int) -> PriorityWeights:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     weights = PriorityWeights.from_preset(PRESETS[seed], 2, _P)
     for _ in range(5):
-        weights = weights.with_other_biases(dice, 2, _P).changed(dice, 2, _P)
+        weights = weights.with_other_biases(rng, 2, _P).changed(rng, 2, _P)
     return weights
 
 
@@ -140,7 +140,7 @@ def test_earlier_chunks_have_a_larger_share_of_a_quota(chunks: int) -> None:
     assert sum(portions) == pytest.approx(chunks**2 / (chunks**2 - 1))
 
 
-@pytest.mark.parametrize("pace", [runner.SINGLE, runner.WALKS, runner.STATES, runner.PAIRS])
+@pytest.mark.parametrize("pace", [runner.SINGLE, runner.RESTARTS, runner.STATES, runner.PAIRS])
 def test_effort_grows_with_seconds_up_to_what_is_useful(
     pace: runner.Pace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,8 +161,8 @@ def test_effort_grows_with_seconds_up_to_what_is_useful(
 
 def test_neighbours_move_quotas_of_a_range_of_ranks_by_one_or_two_either_way() -> None:
     """The last chunk of each rank has no quota to move."""
-    weights, dice = PriorityWeights.from_preset(PRESETS[0], 2, _P), random.Random(3)
-    shifts = {weights.changed(dice, 2, _P).shift for _ in range(2000)} - {weights.shift}
+    weights, rng = PriorityWeights.from_preset(PRESETS[0], 2, _P), random.Random(3)
+    shifts = {weights.changed(rng, 2, _P).shift for _ in range(2000)} - {weights.shift}
     steps = {step for shift in shifts for step in shift if step}
     assert steps == {-2, -1, 1, 2}
     for shift in shifts:

@@ -253,10 +253,10 @@ def test_shapes_are_of_every_microbatch(shapes: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize("seed", sizes.first(3, range(10)))
 def test_a_table_whose_passes_keep_their_order_runs_nearly_equal_microbatches(seed: int) -> None:
     """Vocabulary parallelism has passes that a plan does not move."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     costs = replace(_costs(4), vocabulary=Vocabulary(2.0, 1.0, held=1.0, shares=(0.25,) * 4))
     table = schedules.build("v-half", pipeline_size=4, num_microbatches=9, costs=costs)
-    lengths = Lengths.of([1.0 + 0.1 * dice.random() for _ in range(9)])
+    lengths = Lengths.of([1.0 + 0.1 * rng.random() for _ in range(9)])
     unequal = costs_of_work(costs, lengths)
     limit = usual_limit(table, costs, unequal, follows_costs=True)
     assert plan_step(table, unequal, [limit] * 4) is not None
@@ -271,8 +271,8 @@ def test_a_limit_is_kept_without_recomputation_if_no_order_of_its_table_keeps_it
         "v-zb", pipeline_size=4, num_microbatches=6, costs=costs, memory_limit=0.7
     )
     assert table.dropped
-    dice = random.Random(seed)
-    unequal = costs_of_work(costs, Lengths.of([dice.randint(2, 16) for _ in range(6)]))
+    rng = random.Random(seed)
+    unequal = costs_of_work(costs, Lengths.of([rng.randint(2, 16) for _ in range(6)]))
     limit = [0.7 * unequal.one_f_one_b_peak()] * 4
     plan = plan_step(table, unequal, limit)
     assert plan is not None

@@ -21,8 +21,8 @@ ATTENTION = AttentionWork(forward=1 / 49152, backward=2.5 / 49152)
 
 def drawn(kind: str, count: int, seed: int) -> Lengths:
     """The lengths of so many microbatches of a kind."""
-    dice = random.Random(f"{kind} {count} {seed}")
-    return _of(KINDS[kind](count, dice), kind)
+    rng = random.Random(f"{kind} {count} {seed}")
+    return _of(KINDS[kind](count, rng), kind)
 
 
 def _of(packs: Sequence[Sequence[int]], kind: str) -> Lengths:
@@ -30,30 +30,30 @@ def _of(packs: Sequence[Sequence[int]], kind: str) -> Lengths:
     return Lengths.of(tokens, [sum(length**2 for length in pack) for pack in packs])
 
 
-def _sequence(dice: random.Random) -> int:
-    return int(min(MOST, max(512, dice.lognormvariate(math.log(4096), 0.9))))
+def _sequence(rng: random.Random) -> int:
+    return int(min(MOST, max(512, rng.lognormvariate(math.log(4096), 0.9))))
 
 
-def _sequences(count: int, dice: random.Random) -> list[int]:
+def _sequences(count: int, rng: random.Random) -> list[int]:
     """Enough to fill so many microbatches by nine tenths."""
     found: list[int] = []
     while sum(found) < 0.9 * MOST * count:
-        found.append(_sequence(dice))
+        found.append(_sequence(rng))
     return found
 
 
-def _single(count: int, dice: random.Random) -> list[list[int]]:
-    return [[_sequence(dice)] for _ in range(count)]
+def _single(count: int, rng: random.Random) -> list[list[int]]:
+    return [[_sequence(rng)] for _ in range(count)]
 
 
-def _four(count: int, dice: random.Random) -> list[list[int]]:
-    return [[_sequence(dice) for _ in range(4)] for _ in range(count)]
+def _four(count: int, rng: random.Random) -> list[list[int]]:
+    return [[_sequence(rng) for _ in range(4)] for _ in range(count)]
 
 
-def _first_fit(count: int, dice: random.Random) -> list[list[int]]:
+def _first_fit(count: int, rng: random.Random) -> list[list[int]]:
     """Every fourth pack of a step of four replicas, whose packs are split until all have enough."""
     packs: list[list[int]] = []
-    for length in _sequences(4 * count, dice):
+    for length in _sequences(4 * count, rng):
         fitting = (pack for pack in packs if sum(pack) + length <= MOST)
         pack = next(fitting, None)
         if pack is None:
@@ -77,13 +77,13 @@ def _shared_out(
     return packs
 
 
-def _balanced(count: int, dice: random.Random) -> list[list[int]]:
+def _balanced(count: int, rng: random.Random) -> list[list[int]]:
     """Packs of nearly the same work, those with less of it at both ends."""
 
     def work(length: int) -> float:
         return length + ATTENTION.forward * length**2
 
-    packs = _shared_out(_sequences(count, dice), count, work)
+    packs = _shared_out(_sequences(count, rng), count, work)
     falling = sorted(packs, key=lambda pack: sum(map(work, pack)), reverse=True)
     return falling[::2][::-1] + falling[1::2]
 

@@ -38,8 +38,8 @@ class Violation(AssertionError):
 class _Sent:
     """A tensor on its way, which must stay as it is."""
 
-    def __init__(self, tensor: torch.Tensor, dice: random.Random) -> None:
-        self._tensor, self._dice = tensor, dice
+    def __init__(self, tensor: torch.Tensor, rng: random.Random) -> None:
+        self._tensor, self._rng = tensor, rng
         self._content = _content(tensor)
 
     def wait(self) -> None:
@@ -48,7 +48,7 @@ class _Sent:
 
     def is_completed(self) -> bool:
         self.wait()
-        return self._dice.random() < LETS_GO
+        return self._rng.random() < LETS_GO
 
 
 class _Open:
@@ -91,7 +91,7 @@ def install(folder: Path) -> None:
         folder: in which all ranks of the job write down what they have sent.
     """
     folder.mkdir(exist_ok=True)
-    dice = random.Random(f"rank {os.environ.get('RANK', '0')}")
+    rng = random.Random(f"rank {os.environ.get('RANK', '0')}")
     posted: Counter[str] = Counter()
     isend, irecv = Channels._isend, Channels._irecv
     between_passes = Channels.between_passes
@@ -100,7 +100,7 @@ def install(folder: Path) -> None:
         isend(self, channel, tensor.detach().clone()).wait()  # gloo's waits for its receive
         with (folder / _key(self, channel)).open("ab") as sent:
             sent.write(b".")
-        return _Sent(tensor, dice)
+        return _Sent(tensor, rng)
 
     def hostile_irecv(self: Channels, channel: Channel, buffer: torch.Tensor) -> Any:
         key = _key(self, channel)
@@ -113,7 +113,7 @@ def install(folder: Path) -> None:
 
     def hostile_between_passes(self: Channels, launches_little: bool = False) -> None:
         between_passes(self, launches_little)
-        if dice.random() < DRAINS:
+        if rng.random() < DRAINS:
             _drain()
 
     patched: Any = Channels

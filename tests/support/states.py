@@ -22,7 +22,7 @@ def with_states(schedule: Schedule, seed: int, drop: float = 0.0, move: float = 
 
     The last stage has them of slices alone.
     """
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     last, r = schedule.placement.num_stages - 1, schedule.rules.by_kind[PassKind.R]
     ranks = []
     for passes in schedule.ranks:
@@ -30,20 +30,20 @@ def with_states(schedule: Schedule, seed: int, drop: float = 0.0, move: float = 
         for p in passes:
             if p.kind is not PassKind.F or (p.stage == last and r.home is not Home.STAGES):
                 continue
-            at = dice.random()
+            at = rng.random()
             state = "drop" if at < drop else "move" if at < drop + move else "keep"
-            _insert(line, p, OF_STATE[state], dice)
+            _insert(line, p, OF_STATE[state], rng)
         ranks.append(tuple(line))
     return replace(schedule, ranks=tuple(ranks)).validate()
 
 
 def _insert(
-    line: list[Pass], forward: Pass, kinds: tuple[PassKind, ...], dice: random.Random
+    line: list[Pass], forward: Pass, kinds: tuple[PassKind, ...], rng: random.Random
 ) -> None:
     start = line.index(forward) + 1
     for kind in kinds:
         unit = (forward.stage, forward.microbatch)
         end = next(i for i, p in enumerate(line) if p[1:] == unit and p.kind in _BACKWARD)
-        at = dice.randint(start, end)
+        at = rng.randint(start, end)
         line.insert(at, Pass(kind, *unit))
         start = at + 1

@@ -2,9 +2,10 @@
 
 One run of the list scheduler (:mod:`inner_loops`) is steered by a vector of numbers; presets that
 are good for many shapes come first, then small random changes are kept where they do not lose; then
-the orders themselves are polished. Where that ends far from the lower bound, walks follow, which
-also bias single ranks and are polished with an eye on all passes. All randomness is seeded and the
-effort is counted in runs, not in seconds, so that every rank of a job finds the same order.
+the orders themselves are polished. Where that ends far from the lower bound, annealed restarts
+follow, which also bias single ranks and are polished for the mean end of all passes. All randomness
+is seeded and the effort is counted in runs, not in seconds, so that every rank of a job finds the
+same order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Found:
 
 _Weighed = tuple[float, PriorityWeights]  # seconds of the order, and what led to it
 
-_CLIMBS = 3  # from the same presets with other seeds; each takes its share of the runs
+_HILL_CLIMBS = 3  # from the same presets with other seeds; each takes its share of the runs
 POOL = 4  # weights that a climb goes on from
 _KEPT = 2  # of the pool, to be polished
 # The loss that polishing accepts at first, in mean passes: for the starts in turn, then for the
@@ -40,12 +41,12 @@ _START_THRESHOLDS = (0.6, 0.15)
 _THRESHOLDS = (1.0, 0.6, 0.15, 0.15)
 
 _NO_EFFORT = Effort(0, 0)
-_GAP_WORTH_A_WALK = 1.01  # of the lower bound
-_WALKS = 2  # from the best preset, with other dice; each takes its share of the effort
-_BIASING = 0.5  # share of the steps of a walk that change biases of single ranks
-_WALK_LOSS = 0.06  # the mean loss that a walk accepts at first, in mean passes
-# Polishing after a walk: how much the mean end counts, the loss of both together that it accepts at
-# first, and that of the makespan alone at last.
+_GAP_WORTH_A_RESTART = 1.01  # of the lower bound
+_RESTARTS = 2  # from the best preset, each with its own seed and its share of the effort
+_BIASING = 0.5  # share of the steps of a restart that change biases of single ranks
+_ANNEALING_LOSS = 0.06  # the mean loss that a restart accepts at first, in mean passes
+# Polishing after a restart: how much the mean end counts, the loss of both together that it accepts
+# at first, and that of the makespan alone at last.
 _MEAN_WEIGHT = 1000.0
 _SMOOTH_THRESHOLD = 30.0
 _LAST_THRESHOLD = 0.15
@@ -62,7 +63,7 @@ def search(
     """Climb from the presets, polish the best few orders, and the best of them once more.
 
     ``known`` are orders within the limit that compete from the start. ``further`` effort, if any,
-    goes into :func:`_walk_and_polish`. Stops early when the lower bound is met. Every limit must be
+    goes into :func:`_restarted`. Stops early when the lower bound is met. Every limit must be
     at least :meth:`Problem.smallest_limit`.
     """
     runner = Runner(problem, engine(float(effort.runs + effort.moves) * problem.num_passes))
@@ -70,8 +71,8 @@ def search(
     best: tuple[float, Coded] = (INFINITY, (None, None))
     starts: list[Coded] = [(runner.coded(order), None) for order in known]
     presets = _best_presets(runner)
-    for climb in range(_CLIMBS):
-        runs = effort.runs * (climb + 1) // _CLIMBS
+    for climb in range(_HILL_CLIMBS):
+        runs = effort.runs * (climb + 1) // _HILL_CLIMBS
         runner.runs += len(PRESETS) if climb else 0  # run once, they count in the effort of each
         for weights in _climb(runner, presets, runs, good_enough, seed + climb):
             runner.makespan(weights)
@@ -87,9 +88,9 @@ def search(
             moves = effort.moves // (2 * len(_THRESHOLDS))
             again = runner.polished(best[1], moves, threshold, good_enough, seed + 100 + round_)
             best = min(best, again, key=lambda t: t[0])
-    if further.runs and best[0] > lower_bound * _GAP_WORTH_A_WALK:
-        walked = _walk_and_polish(runner, presets[0], further, good_enough, seed)
-        best = min(best, walked, key=lambda t: t[0])
+    if further.runs and best[0] > lower_bound * _GAP_WORTH_A_RESTART:
+        restarted = _restarted(runner, presets[0], further, good_enough, seed)
+        best = min(best, restarted, key=lambda t: t[0])
     return Found(runner.passes(best[1]), best[0])
 
 
@@ -97,13 +98,13 @@ def _climb(
     runner: Runner, presets: Sequence[_Weighed], runs: int, good_enough: float, seed: int
 ) -> list[PriorityWeights]:
     """Return the best few weights: presets first, then neighbours that do not lose."""
-    placement, dice = runner.problem.placement, random.Random(seed)
+    placement, rng = runner.problem.placement, random.Random(seed)
     p, chunks = placement.pipeline_size, placement.chunks
     pool = climbed(
         presets[:POOL],
         lambda weights, bound: runner.makespan(weights, bound),
-        lambda weights: weights.changed(dice, chunks, p),
-        Climb(dice, runs - runner.runs, good_enough, favour=0.7),
+        lambda weights: weights.changed(rng, chunks, p),
+        Climb(rng, runs - runner.runs, good_enough, favour=0.7),
     )
     if pool[0][0] >= INFINITY:
         raise RuntimeError("the list scheduler got stuck; its quotas are wrong")
@@ -114,7 +115,7 @@ def _climb(
 class Climb:
     """Settings of hill climbing: so many steps, a share ``favour`` of them from the best."""
 
-    dice: random.Random
+    rng: random.Random
     steps: int
     good_enough: float
     favour: float
@@ -136,11 +137,11 @@ def climbed(
         makespan: seconds of weights, which may be INFINITY if above the bound.
         changed: a neighbour of weights.
     """
-    pool, dice = list(starts), climb.dice
+    pool, rng = list(starts), climb.rng
     for _ in range(climb.steps):
         if pool[0][0] <= climb.good_enough:
             break
-        at = 0 if dice.random() < climb.favour else dice.randrange(len(pool))
+        at = 0 if rng.random() < climb.favour else rng.randrange(len(pool))
         candidate = changed(pool[at][1])
         seconds = makespan(candidate, pool[at][0])
         if seconds <= pool[at][0]:
@@ -158,41 +159,40 @@ def _best_presets(runner: Runner) -> list[_Weighed]:
     return [(makespan, starts[i]) for makespan, i in ranked]
 
 
-def _walk_and_polish(
+def _restarted(
     runner: Runner, start: _Weighed, effort: Effort, good_enough: float, seed: int
 ) -> tuple[float, Coded]:
-    """Return the best order of a few walks, polished for the ends of all passes, too.
+    """Return the best order of a few restarts, also polished for the mean end of all passes.
 
-    Where memory is tight, the polished orders of :func:`search` lie in basins that single moves do
-    not leave. Here, biases of single ranks lead to other orders, and the mean of all ends tells
-    which of the moves that leave the makespan as it is are on a way out.
+    Where memory is tight, the polished orders of :func:`search` are local optima. Restarts escape
+    them by biases of single ranks, and by the mean end, which ranks moves of equal makespan.
     """
     best: tuple[float, Coded] = (INFINITY, (None, None))
-    runs = effort.runs // _WALKS
-    moves = effort.moves // (2 * _WALKS + 1)  # two shares for each walk, one for the best of them
-    for walk in range(_WALKS):
-        dice = seed + 200 + walk
-        runner.makespan(_walk(runner, start, runs, good_enough, dice))
+    runs = effort.runs // _RESTARTS
+    moves = effort.moves // (2 * _RESTARTS + 1)  # two shares for each restart, one for the best
+    for number in range(_RESTARTS):
+        rng = seed + 200 + number
+        runner.makespan(_annealed(runner, start, runs, good_enough, rng))
         order = runner.copied()
         threshold, weight = _SMOOTH_THRESHOLD, _MEAN_WEIGHT
-        polished = runner.polished(order, 2 * moves, threshold, good_enough, dice, weight)
+        polished = runner.polished(order, 2 * moves, threshold, good_enough, rng, weight)
         best = min(best, polished, key=lambda t: t[0])
     again = runner.polished(best[1], moves, _LAST_THRESHOLD, good_enough, seed + 300)
     return min(best, again, key=lambda t: t[0])
 
 
-def _walk(
+def _annealed(
     runner: Runner, start: _Weighed, runs: int, good_enough: float, seed: int
 ) -> PriorityWeights:
-    """Return the best weights of a walk from a preset, which may lose a little at first."""
+    """Return the best weights of simulated annealing from a preset."""
     placement = runner.problem.placement
     p, chunks = placement.pipeline_size, placement.chunks
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     here, current = lowest, best = start
     for step in range(runs):
-        change = current.with_other_biases if dice.random() < _BIASING else current.changed
-        candidate = change(dice, chunks, p)
-        loss = _WALK_LOSS * runner.mean_pass * (1 - step / runs) * dice.expovariate(1.0)
+        change = current.with_other_biases if rng.random() < _BIASING else current.changed
+        candidate = change(rng, chunks, p)
+        loss = _ANNEALING_LOSS * runner.mean_pass * (1 - step / runs) * rng.expovariate(1.0)
         makespan = runner.makespan(candidate, here + loss)
         if makespan <= here + loss:
             here, current = makespan, candidate

@@ -118,7 +118,7 @@ class ReplaySpace(NamedTuple):
     """
 
     end: Any
-    blame: Any
+    predecessor: Any
     critical: Any
     position: Any
     clock: Any
@@ -436,7 +436,7 @@ def local_search(
     per_rank = ((3 if graph.split else 2) + kinds - 3) * graph.chunks * graph.num_microbatches
     total = graph.pipeline_size * per_rank
     steps = moves.steps
-    dice = moves.seed % _MODULUS
+    rng = moves.seed % _MODULUS
     lowest = INFINITY
     current = INFINITY
     moved = -1  # the rank whose order was changed
@@ -454,7 +454,7 @@ def local_search(
             while code >= 0:
                 critical[path] = code
                 path += 1
-                code = space.blame[code]
+                code = space.predecessor[code]
             if makespan < lowest:
                 lowest = makespan
                 for i in range(total):
@@ -470,12 +470,12 @@ def local_search(
             break
         moved = -1
         for _ in range(50):  # until a move is possible
-            dice = (dice * 1103515245 + 12345) % _MODULUS
-            code = critical[(dice >> 8) % path]
+            rng = (rng * 1103515245 + 12345) % _MODULUS
+            code = critical[(rng >> 8) % path]
             if exchange is None:
-                dice, moved = move_pass(graph, space, states, order, flags, code, per_rank, dice)
+                rng, moved = move_pass(graph, space, states, order, flags, code, per_rank, rng)
             else:
-                dice, moved = move_pair(graph, space, states, order, flags, code, per_rank, dice)
+                rng, moved = move_pair(graph, space, states, order, flags, code, per_rank, rng)
             if moved >= 0:
                 break
     return lowest
@@ -514,14 +514,14 @@ def replay(
     kinds: int,
     per_rank: int,
 ) -> tuple[int, float, float, int]:
-    """Time an order; ``blame[code]`` gets the pass that each start waited for, -1 if for none.
+    """Time an order; ``predecessor[code]`` gets the critical predecessor of a pass, -1 for none.
 
     Returns the number of passes that ran, the makespan, the sum of all ends, and the last pass.
     """
     p, split = graph.pipeline_size, graph.split
     rank_of, maker, reader = graph.rank, graph.maker, graph.reader
     seconds, hop, tail_seconds = graph.seconds, graph.hop, graph.tail_seconds
-    end, blame, position = space.end, space.blame, space.position
+    end, predecessor, position = space.end, space.predecessor, space.position
     clock, waiting, stack = space.clock, space.waiting, space.stack
     block = p * graph.chunks * graph.num_microbatches
     for code in range(kinds * block):
@@ -588,7 +588,7 @@ def replay(
             while code >= 0:
                 end[code] = finish
                 sum_of_ends += finish
-                blame[code] = reason
+                predecessor[code] = reason
                 done += 1
                 i += 1
                 following = reader[code]
@@ -633,16 +633,16 @@ def move_pass(
     flags: Any,
     code: int,
     per_rank: int,
-    dice: int,
+    rng: int,
 ) -> tuple[int, int]:
     """Move a pass by some places on its rank, or keep an activation that was recomputed.
 
-    Returns the dice, and the rank that was changed, -1 if none could be.
+    Returns the rng, and the rank that was changed, -1 if none could be.
     """
     m = graph.num_microbatches
     block = graph.pipeline_size * graph.chunks * m
-    dice = (dice * 1103515245 + 12345) % _MODULUS
-    choice = dice >> 12
+    rng = (rng * 1103515245 + 12345) % _MODULUS
+    choice = rng >> 12
     r = graph.rank[code % block]
     first = r * per_rank
     last = first + per_rank - 1
@@ -650,25 +650,25 @@ def move_pass(
         if code >= 3 * block or choice % 16 == 0:
             unit = code % block
             if flags[unit] == 0:  # another one of the same stage
-                dice = (dice * 1103515245 + 12345) % _MODULUS
-                unit = unit // m * m + (dice >> 8) % m
-            if flags[unit] == 1 and (dice >> 4) % 4 != 0:
+                rng = (rng * 1103515245 + 12345) % _MODULUS
+                unit = unit // m * m + (rng >> 8) % m
+            if flags[unit] == 1 and (rng >> 4) % 4 != 0:
                 keep(graph, space, first, per_rank, order, flags)
                 flags[unit] = 0
                 if choice % 2 == 0:
-                    dice = (dice * 1103515245 + 12345) % _MODULUS
-                    other = order[first + (dice >> 8) % per_rank] % block
+                    rng = (rng * 1103515245 + 12345) % _MODULUS
+                    other = order[first + (rng >> 8) % per_rank] % block
                     if other != unit and flags[other] == 0 and states.saved[other] > 0.0:
                         flags[other] = 1
                 if fits(graph, states, order, flags, r, per_rank):
-                    return dice, r
+                    return rng, r
                 restore(graph, space, order, flags)
-                return dice, -1
+                return rng, -1
     at = first
     while order[at] != code:
         at += 1
-    dice = (dice * 1103515245 + 12345) % _MODULUS
-    distance = 1 + (dice >> 8) % _REACH
+    rng = (rng * 1103515245 + 12345) % _MODULUS
+    distance = 1 + (rng >> 8) % _REACH
     if choice % 4 == 0 and at > first:  # move what stands before it
         at -= 1
         to = at + distance if choice % 8 < 4 else at + 1
@@ -678,7 +678,7 @@ def move_pass(
         to = at + distance
     to = min(max(to, first), last)
     if to == at:
-        return dice, -1
+        return rng, -1
     code = order[at]
     step_to = 1 if to > at else -1
     i = at
@@ -687,7 +687,7 @@ def move_pass(
         other = order[i]
         # the order within a stage: microbatches rise, and F, B, W of one follow each other
         if other // m == code // m or other % block == code % block:
-            return dice, -1
+            return rng, -1
     keep(graph, space, min(at, to), abs(at - to) + 1, order, flags)
     i = at
     while i != to:
@@ -695,9 +695,9 @@ def move_pass(
         i += step_to
     order[to] = code
     if fits(graph, states, order, flags, r, per_rank):
-        return dice, r
+        return rng, r
     restore(graph, space, order, flags)
-    return dice, -1
+    return rng, -1
 
 
 def move_pair(
@@ -708,20 +708,20 @@ def move_pair(
     joined: Any,
     code: int,
     per_rank: int,
-    dice: int,
+    rng: int,
 ) -> tuple[int, int]:
     """Move a pass or a pair, join two passes, part a pair, or exchange the backwards of two pairs.
 
-    Or keep an activation that was recomputed, or the reverse. Returns the dice, and the rank that
+    Or keep an activation that was recomputed, or the reverse. Returns the rng, and the rank that
     was changed, -1 if none could be.
     """
     block, _ = sizes_of(graph)
-    dice = (dice * 1103515245 + 12345) % _MODULUS
-    choice = (dice >> 12) % 16
-    dice = (dice * 1103515245 + 12345) % _MODULUS
-    distance = 1 + (dice >> 8) % _REACH
-    dice = (dice * 1103515245 + 12345) % _MODULUS
-    step = -1 if (dice >> 12) % 2 == 0 else 1
+    rng = (rng * 1103515245 + 12345) % _MODULUS
+    choice = (rng >> 12) % 16
+    rng = (rng * 1103515245 + 12345) % _MODULUS
+    distance = 1 + (rng >> 8) % _REACH
+    rng = (rng * 1103515245 + 12345) % _MODULUS
+    step = -1 if (rng >> 12) % 2 == 0 else 1
     r = graph.rank[code]
     first = r * per_rank
     last = first + per_rank
@@ -733,14 +733,14 @@ def move_pair(
         code = order[at]
     keep(graph, space, first, per_rank, order, joined)
     if states is not None:
-        dice = (dice * 1103515245 + 12345) % _MODULUS
-        if (dice >> 12) % _STATE_EVERY == 0:
-            dice, changed = change_state(graph, states, order, joined, code, first, per_rank, dice)
+        rng = (rng * 1103515245 + 12345) % _MODULUS
+        if (rng >> 12) % _STATE_EVERY == 0:
+            rng, changed = change_state(graph, states, order, joined, code, first, per_rank, rng)
             if changed:
                 if keeps_pair_rules(graph, space, states, order, joined, r, per_rank):
-                    return dice, r
+                    return rng, r
             restore(graph, space, order, joined)
-            return dice, -1
+            return rng, -1
     head = at  # of the pair that it belongs to, if any
     if block <= code < 2 * block and at > first and is_joined(order[at - 1], joined, block):
         head = at - 1
@@ -771,9 +771,9 @@ def move_pair(
     if changed:
         changed = keeps_pair_rules(graph, space, states, order, joined, r, per_rank)
     if changed:
-        return dice, r
+        return rng, r
     restore(graph, space, order, joined)
-    return dice, -1
+    return rng, -1
 
 
 def change_state(
@@ -784,32 +784,32 @@ def change_state(
     code: int,
     first: int,
     per_rank: int,
-    dice: int,
+    rng: int,
 ) -> tuple[int, bool]:
     """Keep a unit that is recomputed, and maybe recompute another, or just recompute one.
 
-    The unit is that of a pass, or another of its stage. Returns the dice, and whether a flag was
+    The unit is that of a pass, or another of its stage. Returns the rng, and whether a flag was
     changed.
     """
     m = graph.num_microbatches
     block, _ = sizes_of(graph)
-    dice = (dice * 1103515245 + 12345) % _MODULUS
-    choice, unit = dice >> 12, code % block
+    rng = (rng * 1103515245 + 12345) % _MODULUS
+    choice, unit = rng >> 12, code % block
     if flags[unit] < 2:
-        dice = (dice * 1103515245 + 12345) % _MODULUS
-        unit = unit // m * m + (dice >> 8) % m
+        rng = (rng * 1103515245 + 12345) % _MODULUS
+        unit = unit // m * m + (rng >> 8) % m
     if flags[unit] < 2:
         if choice % 4 == 0 and states.saved[unit] > 0.0:
             flags[unit] += 2
-            return dice, True
-        return dice, False
+            return rng, True
+        return rng, False
     flags[unit] -= 2
     if choice % 2 == 0:
-        dice = (dice * 1103515245 + 12345) % _MODULUS
-        other = order[first + (dice >> 8) % per_rank] % block
+        rng = (rng * 1103515245 + 12345) % _MODULUS
+        other = order[first + (rng >> 8) % per_rank] % block
         if other != unit and flags[other] < 2 and states.saved[other] > 0.0:
             flags[other] += 2
-    return dice, True
+    return rng, True
 
 
 def is_joined(code: int, joined: Any, block: int) -> bool:

@@ -25,7 +25,7 @@ from megatron_zb.schedules.search.priority_weights import PriorityWeights
 from megatron_zb.schedules.search.runner import Coded, Effort, Problem, Runner
 
 _PAIR_PRESETS = Path(__file__).with_name("pair_presets.csv")
-_CLIMBS = 8  # each from another seed: a long climb gains less than a further one
+_RESTARTS = 8  # each from another seed: a long climb gains less than a further one
 _RUNS = 500  # of a climb, at least
 _POLISHED_PAIRS = 8  # starts that are polished, the fastest ones
 _THRESHOLDS = (0.3, 0.15)  # the loss that polishing accepts at first, in mean passes
@@ -45,12 +45,12 @@ class PairWeights:
     gain: float
     bias: tuple[float, ...]
 
-    def changed(self, dice: random.Random, chunks: int, ranks: int) -> PairWeights:
+    def changed(self, rng: random.Random, chunks: int, ranks: int) -> PairWeights:
         """Return a neighbour."""
-        if dice.random() < _JOINING:
-            bias = tuple(b + dice.gauss(0, 1.0) if dice.random() < 0.5 else b for b in self.bias)
-            return replace(self, gain=max(0.0, self.gain + dice.gauss(0, 0.7)), bias=bias)
-        return replace(self, single=self.single.changed(dice, chunks, ranks))
+        if rng.random() < _JOINING:
+            bias = tuple(b + rng.gauss(0, 1.0) if rng.random() < 0.5 else b for b in self.bias)
+            return replace(self, gain=max(0.0, self.gain + rng.gauss(0, 0.7)), bias=bias)
+        return replace(self, single=self.single.changed(rng, chunks, ranks))
 
 
 def search_pairs(
@@ -65,10 +65,10 @@ def search_pairs(
     starts = [
         runner.polished(runner.coded_with_pairs(schedule), 0, 0.0, 0.0, 0) for schedule in known
     ]
-    climbs = max(1, min(_CLIMBS, effort.runs // _RUNS))
-    for seed in range(climbs):
-        pool = climb_pairs(runner, effort.runs // climbs, good_enough, seed)
-        for weights in pool if climbs == 1 else pool[:1]:
+    restarts = max(1, min(_RESTARTS, effort.runs // _RUNS))
+    for seed in range(restarts):
+        pool = climb_pairs(runner, effort.runs // restarts, good_enough, seed)
+        for weights in pool if restarts == 1 else pool[:1]:
             seconds = runner.seconds_of(weights)
             if seconds < INFINITY:
                 starts.append((seconds, runner.copied()))
@@ -88,13 +88,13 @@ def climb_pairs(runner: PairRunner, runs: int, good_enough: float, seed: int) ->
     """Return the best few weights: presets first, then neighbours that do not lose."""
     placement = runner.problem.placement
     p, chunks = placement.pipeline_size, placement.chunks
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     presets = [(runner.seconds_of(weights), weights) for weights in _pair_presets(chunks, p)]
     pool = climbed(
         sorted(presets, key=lambda entry: entry[0])[:POOL],
         lambda weights, _: runner.seconds_of(weights),
-        lambda weights: weights.changed(dice, chunks, p),
-        Climb(dice, runs - min(POOL, len(presets)), good_enough, favour=0.6),
+        lambda weights: weights.changed(rng, chunks, p),
+        Climb(rng, runs - min(POOL, len(presets)), good_enough, favour=0.6),
     )
     return [weights for _, weights in pool]
 

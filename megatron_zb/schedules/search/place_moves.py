@@ -249,7 +249,7 @@ def polish_moves(
 class _Polish:
     def __init__(self, schedule: Schedule, costs: Priced, limit: Sequence[float]) -> None:
         self._costs, self._limit = costs, limit
-        self._dice = random.Random(0)
+        self._rng = random.Random(0)
         self._best = self._now = simulate(schedule, costs)
         self._last = schedule.placement.num_stages - 1
 
@@ -288,18 +288,18 @@ class _Polish:
         """Return the present order with some changes, None where one breaks a rank's order."""
         lines = [list(rank) for rank in self._now.schedule.ranks]
         while True:
-            line = self._dice.choice(lines)
-            if self._dice.random() < _STATES:
+            line = self._rng.choice(lines)
+            if self._rng.random() < _STATES:
                 self._change_state(line)
             elif not self._shift(line):
                 return None
-            if self._dice.random() >= _FURTHER:
+            if self._rng.random() >= _FURTHER:
                 return replace(self._now.schedule, ranks=tuple(map(tuple, lines)))
 
     def _shift(self, line: list[Pass]) -> bool:
-        """Let a pass go some places earlier or later, if its rank's order allows that."""
-        start = self._dice.randrange(len(line))
-        stop = start + self._dice.choice((-1, 1)) * self._dice.randint(1, _FARTHEST)
+        """Shift one pass by a few positions; return False if that is illegal."""
+        start = self._rng.randrange(len(line))
+        stop = start + self._rng.choice((-1, 1)) * self._rng.randint(1, _FARTHEST)
         if not 0 <= stop < len(line):
             return False
         p = line.pop(start)
@@ -310,14 +310,14 @@ class _Polish:
     def _change_state(self, line: list[Pass]) -> None:
         """Keep a unit that was moved, or move one that was kept, for any part of its time."""
         backward = (PassKind.B, PassKind.BW)
-        b = self._dice.choice([p for p in line if p.kind in backward])
+        b = self._rng.choice([p for p in line if p.kind in backward])
         unit = b[1:]
         moves = [p for p in line if p[1:] == unit and p.kind in _OF_MOVES]
         if moves:
             line[:] = [p for p in line if p not in moves]
         elif b.stage != self._last and Pass(PassKind.R, *unit) not in line:
             first, last = line.index(Pass(PassKind.F, *unit)) + 1, line.index(b)
-            out, back = sorted(self._dice.randint(first, last) for _ in range(2))
+            out, back = sorted(self._rng.randint(first, last) for _ in range(2))
             line.insert(back, Pass(PassKind.H, *unit))
             line.insert(out, Pass(PassKind.D, *unit))
 

@@ -116,7 +116,7 @@ def _merged(
 
 
 class _Choices(NamedTuple):
-    """What is tried of each: the fastest result is kept.
+    """Grid of parameters to try; the fastest result wins.
 
     ``folded`` is the part of O's time that is counted as F, the rest as B, while an order of F and
     B is searched for; ``eagerness`` the share of a W, and of a V, that a wait must have to be

@@ -20,9 +20,9 @@ from megatron_zb.schedules.search.place_moves import place_moves, polish_moves, 
 from megatron_zb.schedules.search.place_w import fuse_for_free, split_all
 from megatron_zb.schedules.search.runner import (
     PAIRS,
+    RESTARTS,
     SINGLE,
     STATES,
-    WALKS,
     Effort,
     Problem,
     effort_of,
@@ -45,7 +45,7 @@ _PAIR_SECONDS = 1.0  # at least, where passes may be joined
 _SMALL = 1600  # passes of a problem that can be searched several times
 _STEPS_BELOW = 2
 QUICK = Effort(runs=200, moves=20_000)
-_LARGE = 8000  # passes of a problem whose walks would take too long
+_LARGE = 8000  # passes of a problem whose restarts would take too long
 
 
 def search_placement(
@@ -58,15 +58,15 @@ def search_placement(
     known: Sequence[Schedule] = (),
     seconds: float = NAMED_SECONDS,
     thorough: bool = False,
-    walking: float = 0.0,
+    restarting: float = 0.0,
     most: Effort = SINGLE.most,
 ) -> Schedule:
     """Return the fastest order found in which no rank holds more than ``peak_microbatches``.
 
     ``known`` schedules of the same placement take part if they keep the limit. A ``thorough``
-    search of a small problem looks below the limit, too: see :func:`_or_below`. ``walking`` seconds
-    more, estimated like the others, go into walks where the result is far from the lower bound.
-    ``most`` is the largest effort, enough for a small problem in less time.
+    search of a small problem looks below the limit, too: see :func:`_or_below`. ``restarting``
+    seconds more, estimated like the others, go into restarts where the result is far from the lower
+    bound. ``most`` is the largest effort, enough for a small problem in less time.
 
     Raises:
         UsageError: the limit is below one microbatch in each chunk.
@@ -84,7 +84,7 @@ def search_placement(
                 known=known,
                 seconds=seconds,
                 thorough=thorough,
-                walking=walking,
+                restarting=restarting,
                 most=most,
             )
 
@@ -102,7 +102,7 @@ def search_placement(
     def at(limit: tuple[float, ...], tail: tuple[float, ...] = tail_seconds) -> Found:
         problem = Problem(placement, m, table, limit, split, tail)
         fitting = [ranks for ranks, timeline in timed if keeps(timeline.peak_memory, limit)]
-        effort, further = effort_of(problem, seconds, SINGLE, most), _walks(problem, walking)
+        effort, further = effort_of(problem, seconds, SINGLE, most), _restarts(problem, restarting)
         return search(problem, effort, _bound(problem), fitting, further=further)
 
     def period(found: Found) -> float:
@@ -120,7 +120,7 @@ def search_placement(
         return schedule
     peaks = [timeline.peak_memory for _, timeline in timed]
     fitting = [s for s, peak in zip(known, peaks, strict=True) if keeps(peak, limit)]
-    more = max(seconds, _PAIR_SECONDS) + walking
+    more = max(seconds, _PAIR_SECONDS) + restarting
     return with_pairs([schedule, *fitting], request, peak_microbatches, more, split=split)
 
 
@@ -295,8 +295,8 @@ def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], 
     return found
 
 
-def _walks(problem: Problem, seconds: float) -> Effort:
-    """Estimate runs and moves of the walks: none in plain Python, which has no time to polish."""
+def _restarts(problem: Problem, seconds: float) -> Effort:
+    """Estimate runs and moves of restarts: none in plain Python, which has no time to polish."""
     if not available() or problem.num_passes > _LARGE:
         return Effort(0, 0)
-    return effort_of(problem, seconds, WALKS)
+    return effort_of(problem, seconds, RESTARTS)

@@ -72,10 +72,10 @@ class PriorityWeights:
             rank_bias=(0.0,) * (ranks * (2 * chunks + 1)),
         )
 
-    def changed(self, dice: random.Random, chunks: int, ranks: int) -> PriorityWeights:
+    def changed(self, rng: random.Random, chunks: int, ranks: int) -> PriorityWeights:
         """Return a neighbour: other quotas of a range of ranks, or one to three numbers changed."""
-        if chunks > 1 and dice.random() < 0.35:
-            return self._with_other_quotas(dice, chunks, ranks)
+        if chunks > 1 and rng.random() < 0.35:
+            return self._with_other_quotas(rng, chunks, ranks)
         rows = [list(self.bias), list(self.slope), list(self.late)]
         scalars = {
             "quota": self.quota,
@@ -85,39 +85,39 @@ class PriorityWeights:
             "pending_share": self.pending_share,
         }
         width = len(self.bias)
-        for _ in range(dice.choice((1, 1, 2, 3))):
-            at = dice.randrange(3 * width + len(scalars))
-            size = 0.2 if dice.random() < 0.3 else 1.0
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            at = rng.randrange(3 * width + len(scalars))
+            size = 0.2 if rng.random() < 0.3 else 1.0
             if at < 3 * width:
-                rows[at // width][at % width] += dice.gauss(0, size)
+                rows[at // width][at % width] += rng.gauss(0, size)
             else:
                 name = list(scalars)[at - 3 * width]
                 reach = 0.08 if name.startswith("quota") else 0.4
-                scalars[name] += dice.gauss(0, reach * size)
+                scalars[name] += rng.gauss(0, reach * size)
         bias, slope, late = map(tuple, rows)
         return PriorityWeights(
             bias, slope, late, **scalars, shift=self.shift, rank_bias=self.rank_bias
         )
 
-    def _with_other_quotas(self, dice: random.Random, chunks: int, ranks: int) -> PriorityWeights:
-        first = dice.randrange(ranks)
-        last = dice.randrange(first, ranks)
-        chunk = dice.randrange(chunks - 1)
-        step = dice.choice((-2, -1, 1, 2))
+    def _with_other_quotas(self, rng: random.Random, chunks: int, ranks: int) -> PriorityWeights:
+        first = rng.randrange(ranks)
+        last = rng.randrange(first, ranks)
+        chunk = rng.randrange(chunks - 1)
+        step = rng.choice((-2, -1, 1, 2))
         shift = list(self.shift)
         for rank in range(first, last + 1):
             shift[rank * chunks + chunk] += step
         return replace(self, shift=tuple(shift))
 
-    def with_other_biases(self, dice: random.Random, chunks: int, ranks: int) -> PriorityWeights:
+    def with_other_biases(self, rng: random.Random, chunks: int, ranks: int) -> PriorityWeights:
         """Return a neighbour: one or two kinds of pass are favoured, or not, on some ranks."""
         kinds = 2 * chunks + 1
         rank_bias = list(self.rank_bias)
-        for _ in range(dice.choice((1, 2))):
-            first = dice.randrange(ranks)
-            last = dice.randrange(first, ranks) if dice.random() < 0.6 else first
-            kind = dice.randrange(kinds)
-            change = dice.gauss(0, 0.5) * dice.choice((0.2, 1.0))
-            for rank in range(first, last + 1, dice.choice((1, 1, 2, 3))):
+        for _ in range(rng.choice((1, 2))):
+            first = rng.randrange(ranks)
+            last = rng.randrange(first, ranks) if rng.random() < 0.6 else first
+            kind = rng.randrange(kinds)
+            change = rng.gauss(0, 0.5) * rng.choice((0.2, 1.0))
+            for rank in range(first, last + 1, rng.choice((1, 1, 2, 3))):
                 rank_bias[rank * kinds + kind] += change
         return replace(self, rank_bias=tuple(rank_bias))

@@ -202,7 +202,7 @@ class Runner:
         )
         replay = ReplaySpace(
             end=floats(codes),
-            blame=integers(codes),
+            predecessor=integers(codes),
             critical=integers(codes),
             position=integers(p),
             clock=floats(p),
@@ -432,7 +432,7 @@ class Pace:
 
 
 SINGLE = Pace(20, 3, 14, Effort(runs=4000, moves=120_000))
-WALKS = Pace(20, 3, 14, Effort(runs=6000, moves=90_000))
+RESTARTS = Pace(20, 3, 14, Effort(runs=6000, moves=90_000))
 STATES = Pace(20, 3, 25, Effort(runs=3000, moves=600_000))
 PAIRS = Pace(50, 30, 24, Effort(runs=20_000, moves=700_000), (3, 1))  # for 8 ranks, 32 microbatches
 

@@ -29,11 +29,11 @@ _WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_selec
 
 
 class Device:
-    """The fake device of a process: its order, its dice, its communicators."""
+    """The fake device of a process: its order, its rng, its communicators."""
 
     def __init__(self, rank: int) -> None:
         self.order = Order()
-        self.dice = random.Random(f"rank {rank}")
+        self.rng = random.Random(f"rank {rank}")
         self._communicators: dict[int, int] = {}
         self._collectives: dict[int, int] = {}
         self._on_host: dict[int, StorageWeakRef] = {}
@@ -150,7 +150,7 @@ class Event:
         order.wait(order.current if stream is None else stream.number, self._state)
 
     def query(self) -> bool:
-        if DEVICE.dice.random() >= _YES:
+        if DEVICE.rng.random() >= _YES:
             return False
         DEVICE.order.learn(self._state)
         return True
@@ -182,7 +182,7 @@ class Message:
         DEVICE.order.wait(DEVICE.order.current, self._state)
 
     def is_completed(self) -> bool:
-        if DEVICE.dice.random() >= _YES:
+        if DEVICE.rng.random() >= _YES:
             return False
         self.move()
         DEVICE.order.learn(self._state)
