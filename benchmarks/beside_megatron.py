@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Step times of a real pretrain_gpt.py on CPU ranks: stock schedules, and ours, in turns.
+"""Step times of a real pretrain_gpt.py on CPU ranks: upstream schedules, and ours, in turns.
 
 Every turn starts each contender once, in an order that rotates, so that a machine that gets slower
 in the meantime slows all of them. A contender's time is the median of the steps that all its turns
-have logged, without the first ones of each. Stock's interleaved schedule needs four layers a rank.
+have logged, without the first ones of each. Upstream's interleaved schedule needs four layers a
+rank.
 
   MEGATRON_LM_PATH=/path/to/Megatron-LM python benchmarks/beside_megatron.py
   python benchmarks/beside_megatron.py --checkout /path/to/Megatron-LM --vocabulary 8192 --turns 2
@@ -11,9 +12,9 @@ have logged, without the first ones of each. Stock's interleaved schedule needs 
 Each rank has one thread; a quiet machine with a core for each is needed for figures that count.
 Each contender runs once more to say where its time goes, rank by rank: in passes of each kind, and
 in the rest, which is waiting for other ranks and the optimizer. Prints tables and, last, one JSON
-line with the milliseconds of a step and their ratio to stock's.
+line with the milliseconds of a step and their ratio to upstream's.
 
-The losses of contenders whose stages are stock 1F1B's, which begin with the same weights, are
+The losses of contenders whose stages are upstream 1F1B's, which begin with the same weights, are
 compared with its own: the largest relative difference of any step.
 """
 
@@ -35,11 +36,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-STOCK = "stock 1f1b"
+UPSTREAM = "upstream 1f1b"
 _OURS = ("zb-h1", "v-half", "v-zb")
 CONTENDERS = {
-    STOCK: "",
-    "stock interleaved": "--num-layers-per-virtual-pipeline-stage 2",
+    UPSTREAM: "",
+    "upstream interleaved": "--num-layers-per-virtual-pipeline-stage 2",
     **{name: f"--pipeline-schedule {name}" for name in _OURS},
     **{f"{name}, cut": f"--pipeline-schedule {name} --pipeline-vocabulary on" for name in _OURS},
     **{
@@ -47,7 +48,7 @@ CONTENDERS = {
         for name in ("1f1b", *_OURS)
         for n in (2, 4, 8)
     },
-    "stock 1f1b, all recomputed": "--recompute-granularity full --recompute-method uniform "
+    "upstream 1f1b, all recomputed": "--recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
     "auto, half the memory": "--pipeline-schedule auto --pipeline-recompute auto "
     "--pipeline-memory-limit 0.5",
@@ -71,28 +72,28 @@ def main() -> None:
             milliseconds[name] += found
     accounts = {} if args.no_account else {name: _account(args, name) for name in names}
     medians = {name: median(values) for name, values in milliseconds.items()}
-    stock, off = medians.get(STOCK), _losses_off(losses)
-    table = Table("contender", "ms a step", "of stock's", "steps", "losses off by")
+    upstream, off = medians.get(UPSTREAM), _losses_off(losses)
+    table = Table("contender", "ms a step", "of upstream's", "steps", "losses off by")
     for name, value in medians.items():
-        ratio = f"{value / stock:.3f}" if stock else "-"
+        ratio = f"{value / upstream:.3f}" if upstream else "-"
         losses_off = f"{off[name]:.1e}" if name in off else ""
         table.add_row(name, f"{value:.1f}", ratio, str(len(milliseconds[name])), losses_off)
     Console().print(table)
     _print_accounts(accounts)
-    over_stock = {name: value / stock for name, value in medians.items()} if stock else {}
+    over_upstream = {name: value / upstream for name, value in medians.items()} if upstream else {}
     sizes = {key: value for key, value in vars(args).items() if key != "checkout"}
     said = {"sizes": sizes, "all_ms": milliseconds, "account_ms": accounts}
-    last = {**said, "ms": medians, "over_stock": over_stock, "losses_off": off}
+    last = {**said, "ms": medians, "over_upstream": over_upstream, "losses_off": off}
     print(json.dumps({**provenance.of_this_run(), **last}))
 
 
 def _losses_off(losses: dict[str, list[float]]) -> dict[str, float]:
-    """Return how far the losses of contenders that are placed like stock 1F1B are from its own."""
-    stock = losses.get(STOCK, [])
+    """Return how far the losses of contenders that are placed like upstream 1F1B are from its."""
+    upstream = losses.get(UPSTREAM, [])
     return {
-        name: max(abs(own / other - 1) for own, other in zip(found, stock, strict=True))
+        name: max(abs(own / other - 1) for own, other in zip(found, upstream, strict=True))
         for name, found in losses.items()
-        if stock and _PLACED_ALIKE.search(name) and name != STOCK
+        if upstream and _PLACED_ALIKE.search(name) and name != UPSTREAM
     }
 
 

@@ -64,14 +64,14 @@ def main() -> int:
     args = _arguments()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            stock = _train(args, Path(folder), None)
+            upstream = _train(args, Path(folder), None)
             own = _train(args, Path(folder), args.schedule)
         except RunFailed as error:
             print(f"long_run: failed: {error}", file=sys.stderr)
             return 1
         ranks = [_looks(Path(folder), rank) for rank in range(args.ranks)]
     compared = [compare(looks, args.steps) for looks in ranks]
-    differing = differences(stock, own)
+    differing = differences(upstream, own)
     missed = [f"rank {r}: {what}" for r, c in enumerate(compared) for what in missing(c)]
     missed += [f"{len(differing)} losses differ, the first in {differing[0]}"] if differing else []
     _report(args, compared, differing, missed)
@@ -174,7 +174,7 @@ def _malloc_bytes() -> int:
 
 def _train(args: argparse.Namespace, folder: Path, schedule: str | None) -> list[Record]:
     name = schedule or "Megatron's own"
-    log = folder / f"{'schedule' if schedule else 'stock'}.jsonl"
+    log = folder / f"{'schedule' if schedule else 'upstream'}.jsonl"
     every = str(args.steps // LOOKS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(args.ranks), __file__, AS_RANK, str(folder), every, *MODEL]
@@ -232,7 +232,7 @@ def missing(compared: dict[str, list[float]]) -> list[str]:
     return said
 
 
-def differences(stock: list[Record], own: list[Record]) -> list[str]:
+def differences(upstream: list[Record], own: list[Record]) -> list[str]:
     """Where the losses of two runs are not the same numbers."""
 
     def losses(records: list[Record]) -> dict[str, float]:
@@ -243,7 +243,7 @@ def differences(stock: list[Record], own: list[Record]) -> list[str]:
                     found[f"{said} {record['iteration']}"] = record[key]
         return found
 
-    first, second = losses(stock), losses(own)
+    first, second = losses(upstream), losses(own)
     return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How well one profile predicts every schedule, stock Megatron's included: real compute on the CPU.
+"""How well one profile predicts every schedule, upstream's included: real compute on the CPU.
 
 For each of three shapes, two ranks (one thread each, so that a core for each is needed) train a GPT
 of Megatron's layers over gloo:

@@ -60,7 +60,7 @@ def built(p: int, m: int, limit: float, costs: schedules.Costs) -> dict[str, Any
     }
 
 
-def stock_recomputed(p: int, m: int, kept: float) -> dict[str, float]:
+def upstream_recomputed(p: int, m: int, kept: float) -> dict[str, float]:
     """1F1B with every layer recomputed, and what its first rank holds."""
     costs = costs_of(p, recomputed=1.0)
     order = schedules.build("1f1b", pipeline_size=p, num_microbatches=m, costs=costs)
@@ -139,13 +139,13 @@ def main() -> int:
             f"{some['dropped']:7.0%}  {some['placement']} x{some['chunks']}  {some['bound']:8.1f}",
             flush=True,
         )
-    stock = stock_recomputed(p, m, args.kept)
+    upstream = upstream_recomputed(p, m, args.kept)
     print(
-        f"1F1B, everything recomputed: {stock['makespan']:.1f}, loss {stock['loss']:.1%}, in "
-        f"{stock['peak']:.2f} of 1F1B's memory"
+        f"1F1B, everything recomputed: {upstream['makespan']:.1f}, loss {upstream['loss']:.1%}, in "
+        f"{upstream['peak']:.2f} of 1F1B's memory"
     )
     moved = [row for copy in args.copy for row in offloaded(p, m, args.offload_limits, copy)]
-    found = {"ranks": p, "microbatches": m, "kept": args.kept, "rows": rows, "stock": stock}
+    found = {"ranks": p, "microbatches": m, "kept": args.kept, "rows": rows, "upstream": upstream}
     found["moved"] = moved
     print(json.dumps({**found, **provenance.of_this_run()}))
     return 0

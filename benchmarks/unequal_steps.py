@@ -29,10 +29,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-STOCK = "megatron 1f1b"
+UPSTREAM = "megatron 1f1b"
 CONTENDERS = {
-    STOCK: ("", "as drawn"),
-    f"{STOCK}, hill": ("", "hill"),
+    UPSTREAM: ("", "as drawn"),
+    f"{UPSTREAM}, hill": ("", "hill"),
     "zb-h1, planned": ("zb-h1", "planned"),
     "v-zb": ("v-zb", "as drawn"),
     "v-zb, planned": ("v-zb", "planned"),
@@ -63,7 +63,7 @@ def main() -> None:
     for name, value in found.items():
         turns = sorted(map(median, milliseconds[name]))
         spread = f"{turns[0]:.0f} to {turns[-1]:.0f}"
-        table.add_row(name, f"{value:.0f}", f"{value / found[STOCK]:.3f}", spread)
+        table.add_row(name, f"{value:.0f}", f"{value / found[UPSTREAM]:.3f}", spread)
     Console().print(table)
     sizes = {key: value for key, value in vars(args).items() if key != "contender"}
     last = {"sizes": sizes, "lengths": _lengths(args), "all_ms": milliseconds, "ms": found}

@@ -48,7 +48,7 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb_train.synthetic_steps import join
 
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-STOCK = "stock 1f1b"
+UPSTREAM = "upstream 1f1b"
 MOST_OFF = 1e-4
 SUCCESSORS = 4
 """Tokens that may follow a token: the loss falls from that of the vocabulary to theirs."""
@@ -84,7 +84,7 @@ class Contender:
     cut: bool = False
 
     def __str__(self) -> str:
-        return STOCK if self.schedule is None else self.schedule + (", cut" if self.cut else "")
+        return UPSTREAM if self.schedule is None else self.schedule + (", cut" if self.cut else "")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, args=(job, contenders, folder), nprocs=job.ranks)
         found = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
-    rows = {name: compared(found[STOCK], ranks) for name, ranks in found.items()}
+    rows = {name: compared(found[UPSTREAM], ranks) for name, ranks in found.items()}
     _report(job, rows)
     losses = {name: _losses(ranks) for name, ranks in found.items()}
     line = {"job": asdict(job), "results": rows, "losses": losses}
@@ -368,10 +368,10 @@ def _state_bytes(chunks: list[Any], optimizer: Any) -> int:
 # --- all of them
 
 
-def compared(stock: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> dict[str, float]:
+def compared(upstream: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> dict[str, float]:
     """Return the figures of a contender, beside Megatron's own: see the top of this file."""
-    pairs = zip(_losses(ranks), _losses(stock), strict=True)
-    share = max(rank["logits_bytes"] for rank in stock) / len(stock)
+    pairs = zip(_losses(ranks), _losses(upstream), strict=True)
+    share = max(rank["logits_bytes"] for rank in upstream) / len(upstream)
     return {
         "losses": max(abs(ours - theirs) / theirs for ours, theirs in pairs),
         "last_loss": _losses(ranks)[-1],

@@ -182,11 +182,11 @@ def vocabulary_steps(shapes: list[dict[str, Any]]) -> list[str]:
         if name.endswith(", cut"):
             continue
         cells = [
-            f"{least[each] / least['stock 1f1b']:.3f}" if each in least else ""
+            f"{least[each] / least['upstream 1f1b']:.3f}" if each in least else ""
             for least in fastest
             for each in (name, f"{name}, cut")
         ]
-        rows.append(f"| {name.replace('stock', 'Megatron')} | {' | '.join(cells)} |")
+        rows.append(f"| {name.replace('upstream', 'Megatron')} | {' | '.join(cells)} |")
     sizes = " | ".join(f"{shape['sizes']['vocabulary']} words | parallel" for shape in shapes)
     return table(f"| | {sizes} |", 2 * len(shapes), rows)
 
@@ -207,14 +207,14 @@ def heavy_output(found: dict[str, Any]) -> list[str]:
 def unequal_steps(found: dict[str, Any]) -> list[str]:
     """What each contender's step takes of Megatron's, by medians, and those of single runs."""
     sizes, lengths = found["sizes"], found["lengths"]
-    (stock, base), *others = found["ms"].items()
+    (upstream, base), *others = found["ms"].items()
     shown = []
     for name, milliseconds in others:
         runs = sorted(statistics.median(run) / base for run in found["all_ms"][name])
         spread = f"{runs[0]:.2f} to {runs[-1]:.2f}"
-        named = name.replace(stock, "1F1B")
+        named = name.replace(upstream, "1F1B")
         shown.append(f"{named} {milliseconds / base:.2f} ({spread})")
-    own = sorted(statistics.median(run) / base for run in found["all_ms"][stock])
+    own = sorted(statistics.median(run) / base for run in found["all_ms"][upstream])
     return [
         f"{sizes['ranks']} CPU ranks, hidden size {sizes['hidden']}, {len(lengths)} sequences of "
         f"{min(lengths)} to {max(lengths)} tokens; medians of {sizes['turns']} runs, of Megatron's "

@@ -146,7 +146,7 @@ def _draw(name: str, path: Path) -> None:
 
 
 def catalog_table() -> list[str]:
-    stock = _timeline("1f1b", SIZES, COSTS)
+    upstream = _timeline("1f1b", SIZES, COSTS)
     rows = []
     for name in schedules.names():
         timeline = _timeline(name, SIZES, COSTS)
@@ -156,7 +156,7 @@ def catalog_table() -> list[str]:
             [
                 f"[`{name}`](#{name})",
                 f"{timeline.bubble_rate:.1%}",
-                f"{stock.makespan / timeline.makespan - 1:+.1%}",
+                f"{upstream.makespan / timeline.makespan - 1:+.1%}",
                 f"{max(timeline.peak_activation):g}",
                 f"{abs(report.gap):.1%}",
                 timeline.schedule.placement.chunks,

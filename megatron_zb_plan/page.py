@@ -302,14 +302,14 @@ def _pictures(plan: Plan) -> list[dict[str, Any]]:
 def _picture(row: Prediction, place: int) -> dict[str, Any]:
     timeline = row.timeline
     assert timeline is not None
-    peak, stock = worst_of(memory_lines(timeline)).peak, one_f_one_b_peak(timeline)
+    peak, baseline = worst_of(memory_lines(timeline)).peak, one_f_one_b_peak(timeline)
     name = f"{place}. {row.name}: {table.setting_of(row)}"
     return {
         "name": name,
         "microbatches": row.num_microbatches,
         "drawn": timeline.schedule.num_microbatches,
         "sentence": f"bubble {row.bubble:.1%}; at most {peak:.4g} microbatches on a rank "
-        f"({peak / stock:.2f} of 1F1B's); {1000 * row.pipeline_seconds:.1f} ms",
+        f"({peak / baseline:.2f} of 1F1B's); {1000 * row.pipeline_seconds:.1f} ms",
         **picture(timeline, name, MILLISECONDS),
     }
 

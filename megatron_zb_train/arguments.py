@@ -250,7 +250,7 @@ def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
     size = args.pipeline_model_parallel_size
     if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
         settings.check_unscheduled(args, settings.TRAINER)
-        _check_stock_layers(args, size)
+        _check_upstream_layers(args, size)
         return
     if size == 1:
         raise UsageError(
@@ -270,7 +270,7 @@ def _chosen_schedule(args: argparse.Namespace) -> str:
     return choice_of(args)
 
 
-def _check_stock_layers(args: argparse.Namespace, size: int) -> None:
+def _check_upstream_layers(args: argparse.Namespace, size: int) -> None:
     """Check Megatron's own placement: as many layers on every rank, or a layout written out."""
     if asks_for_balance(args.pipeline_layer_layout):
         raise UsageError(

@@ -27,7 +27,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.parsing import Parser, positive
 from megatron_zb_train.watched_run import NewRecords, Record, RunFailed, run
 
-STOCK = "stock"
+UPSTREAM = "upstream"
 SCHEDULES = ("v-half", "v-min", "v-zb", "zb-h1")
 PIPELINE_SIZE = 4
 NUM_MICROBATCHES = 8
@@ -143,7 +143,7 @@ def _quickstart(arguments: argparse.Namespace, console: Console) -> None:
     except OSError as error:
         raise UsageError(f"--output {arguments.output} cannot be made: {error.strerror}") from error
     results = {}
-    for name in (STOCK, *SCHEDULES):
+    for name in (UPSTREAM, *SCHEDULES):
         _draw(name, arguments.output / f"{name}.png")
         results[name] = _train(name, arguments, console)
     console.print(table(results))
@@ -165,7 +165,7 @@ def _timeline(name: str) -> schedules.Timeline:
         pipeline_size=PIPELINE_SIZE, forward=1.0, backward=1.0, weight=1.0
     )
     schedule = schedules.build(
-        "1f1b" if name == STOCK else name,
+        "1f1b" if name == UPSTREAM else name,
         pipeline_size=PIPELINE_SIZE,
         num_microbatches=NUM_MICROBATCHES,
         costs=costs,
@@ -193,7 +193,7 @@ def _train(name: str, arguments: argparse.Namespace, console: Console) -> Result
 def training_command(name: str, data_path: str, iterations: int, records: Path) -> list[str]:
     """Return the command that trains with a schedule.
 
-    `stock` is Megatron without this package's flag.
+    `upstream` is Megatron without this package's flag.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(PIPELINE_SIZE), "-m", "megatron_zb.pretrain_gpt", "--cpu"]
@@ -202,7 +202,7 @@ def training_command(name: str, data_path: str, iterations: int, records: Path) 
     command += ["--train-iters", str(iterations), "--eval-interval", str(iterations)]
     command += ["--data-path", data_path]
     command += ["--log-file", str(records), "--measure-activation-memory"]
-    if name != STOCK:
+    if name != UPSTREAM:
         command += ["--pipeline-schedule", name]
     return command
 
@@ -257,39 +257,39 @@ def check(results: Mapping[str, Result]) -> None:
     Raises:
         QuickstartFailure: one of these does not hold.
     """
-    stock = results[STOCK]
+    upstream = results[UPSTREAM]
     for name, result in results.items():
-        different = first_difference(result, stock) or first_other_norm(result, stock)
+        different = first_difference(result, upstream) or first_other_norm(result, upstream)
         if different is not None:
-            raise QuickstartFailure(f"{name} differs from {STOCK} {different}")
-        if name in LARGEST_PEAK and not peak_of_stock(result, stock) <= LARGEST_PEAK[name]:
+            raise QuickstartFailure(f"{name} differs from {UPSTREAM} {different}")
+        if name in LARGEST_PEAK and not peak_of_upstream(result, upstream) <= LARGEST_PEAK[name]:
             raise QuickstartFailure(
-                f"{name} held {peak_of_stock(result, stock):.3f} of the activation memory of "
-                f"{STOCK}, more than {LARGEST_PEAK[name]:g}"
+                f"{name} held {peak_of_upstream(result, upstream):.3f} of the activation memory of "
+                f"{UPSTREAM}, more than {LARGEST_PEAK[name]:g}"
             )
-    fall = stock.losses[0] - stock.losses[-1]
+    fall = upstream.losses[0] - upstream.losses[-1]
     # Written so that a loss that is not a number fails, too.
     if not fall >= SMALLEST_FALL_OF_LOSS:
         raise QuickstartFailure(
-            f"the loss fell by {fall:.3f} in {len(stock.losses)} iterations, "
+            f"the loss fell by {fall:.3f} in {len(upstream.losses)} iterations, "
             f"less than {SMALLEST_FALL_OF_LOSS:g}"
         )
 
 
-def first_difference(result: Result, stock: Result) -> str | None:
+def first_difference(result: Result, upstream: Result) -> str | None:
     """Describe the first loss that differs from Megatron's own schedule; None if there is none."""
-    pairs = zip(result.losses, stock.losses, strict=True)
+    pairs = zip(result.losses, upstream.losses, strict=True)
     for iteration, (mine, theirs) in enumerate(pairs, start=1):
         if mine != theirs:
             return f"first in iteration {iteration}: loss {mine!r} instead of {theirs!r}"
-    if result.eval_loss != stock.eval_loss:
-        return f"in the evaluation: loss {result.eval_loss!r} instead of {stock.eval_loss!r}"
+    if result.eval_loss != upstream.eval_loss:
+        return f"in the evaluation: loss {result.eval_loss!r} instead of {upstream.eval_loss!r}"
     return None
 
 
-def first_other_norm(result: Result, stock: Result) -> str | None:
+def first_other_norm(result: Result, upstream: Result) -> str | None:
     """Describe the first gradient norm that differs beyond rounding; None if there is none."""
-    pairs = zip(result.grad_norms, stock.grad_norms, strict=True)
+    pairs = zip(result.grad_norms, upstream.grad_norms, strict=True)
     for iteration, (mine, theirs) in enumerate(pairs, start=1):
         # Written so that a norm that is not a number differs, too.
         if not abs(mine - theirs) <= LARGEST_NORM_DIFFERENCE * theirs:
@@ -297,25 +297,25 @@ def first_other_norm(result: Result, stock: Result) -> str | None:
     return None
 
 
-def peak_of_stock(result: Result, stock: Result) -> float:
+def peak_of_upstream(result: Result, upstream: Result) -> float:
     """Return the peak activation memory of the worst rank, as a fraction of Megatron's own."""
-    return max(result.peak_activation_bytes) / max(stock.peak_activation_bytes)
+    return max(result.peak_activation_bytes) / max(upstream.peak_activation_bytes)
 
 
 def table(results: Mapping[str, Result]) -> Table:
     """Build the table of results, for 80 columns."""
-    stock = results[STOCK]
+    upstream = results[UPSTREAM]
     columns = Table(
         title=f"{PIPELINE_SIZE} pipeline ranks, {NUM_MICROBATCHES} microbatches",
-        caption="peak: activation memory of the worst rank; bubble: predicted",
+        caption="peak: activation memory of the worst rank, ratio to upstream; bubble: predicted",
     )
     columns.add_column("schedule")
     for heading in (
         "final\nloss",
-        "losses\n= stock",
-        "norms\n= stock",
+        "equal\nlosses",
+        "equal\nnorms",
         "peak\nMiB",
-        "peak /\nstock",
+        "peak\nratio",
         "bubble",
         "s per\niter.",
     ):
@@ -324,10 +324,10 @@ def table(results: Mapping[str, Result]) -> Table:
         columns.add_row(
             name,
             f"{result.losses[-1]:.6f}",
-            "yes" if first_difference(result, stock) is None else "NO",
-            "yes" if first_other_norm(result, stock) is None else "NO",
+            "yes" if first_difference(result, upstream) is None else "NO",
+            "yes" if first_other_norm(result, upstream) is None else "NO",
             f"{max(result.peak_activation_bytes) / 2**20:.1f}",
-            f"{peak_of_stock(result, stock):.2f}",
+            f"{peak_of_upstream(result, upstream):.2f}",
             f"{result.predicted_bubble_rate:.1%}",
             f"{result.seconds_per_iteration:.3f}",
         )
@@ -394,7 +394,7 @@ def read_steps(records: Sequence[Record]) -> dict[str, SleepingStep]:
 
 def table_of_steps(steps: Mapping[str, SleepingStep]) -> Table:
     """Build the table of steps whose stages sleep, measured and predicted, for 80 columns."""
-    stock = steps["1f1b"]
+    upstream = steps["1f1b"]
     columns = Table(
         title="the same programs, with stages that sleep",
         caption="step: milliseconds, the median measured; 1f1b is Megatron's own schedule",
@@ -413,7 +413,7 @@ def table_of_steps(steps: Mapping[str, SleepingStep]) -> Table:
             name,
             f"{1000 * step.predicted_seconds:.0f}",
             f"{1000 * step.measured_seconds:.0f}",
-            f"{step.measured_seconds / stock.measured_seconds:.2f}",
+            f"{step.measured_seconds / upstream.measured_seconds:.2f}",
             f"{step.predicted_bubble_rate:.1%}",
             f"{step.measured_bubble_rate:.1%}",
         )

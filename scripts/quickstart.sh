@@ -10,7 +10,7 @@ usage() {
     cat <<'END'
 usage: scripts/quickstart.sh [--python VERSION] [ARGUMENT ...]
 
-Trains a small GPT over 4 pipeline ranks on the CPU, first with stock Megatron and then with v-half,
+Trains a small GPT over 4 pipeline ranks on the CPU, first with upstream Megatron and then with v-half,
 v-min, v-zb and zb-h1, and compares losses, gradient norms and activation memory. Needs no GPU.
 
   1. makes a virtual environment (.venv with Python 3.11, .venv-3.12 with 3.12) and installs the
@@ -29,7 +29,7 @@ options:
 
 Everything else goes to python -m megatron_zb.cli.quickstart, for example --train-iters 100.
 
-Ends with exit status 0 only when each schedule had the losses of stock Megatron, bit for bit, and
+Ends with exit status 0 only when each schedule had the losses of upstream Megatron, bit for bit, and
 its gradient norms but for rounding, when v-half and v-min held the memory that they promise, and
 when the loss has fallen.
 END
@@ -57,5 +57,5 @@ if [[ ! -f $text.idx ]]; then
     "$venv/bin/python" scripts/prepare_text.py --output-prefix "$text"
 fi
 
-say "training with stock Megatron, then with four schedules"
+say "training with upstream Megatron, then with four schedules"
 exec "$venv/bin/python" -m megatron_zb.cli.quickstart --data-path "$text" ${arguments[@]+"${arguments[@]}"}

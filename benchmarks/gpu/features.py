@@ -129,24 +129,24 @@ def compare(arguments: argparse.Namespace, feature: str) -> list[dict[str, Any]]
         saved, why = train(
             arguments, f"{flags} --save {folder} --save-interval 1 --exit-interval 1"
         )
-        stock, why = train(arguments, f"{flags} --load {folder}") if saved else ({}, why)
-        if not stock:
+        upstream, why = train(arguments, f"{flags} --load {folder}") if saved else ({}, why)
+        if not upstream:
             return [{"feature": feature, "schedule": None, "equal": None, "why": why}]
-        beside = partial(_beside, arguments, feature, f"{flags} --load {folder}", stock)
+        beside = partial(_beside, arguments, feature, f"{flags} --load {folder}", upstream)
         names = arguments.schedules.split(",")
         with ThreadPoolExecutor(len(names)) as threads:
             return list(threads.map(beside, names))
 
 
 def _beside(
-    arguments: argparse.Namespace, feature: str, words: str, stock: dict[int, str], name: str
+    arguments: argparse.Namespace, feature: str, words: str, upstream: dict[int, str], name: str
 ) -> dict[str, Any]:
     """Return the row of one schedule."""
     ours, why = train(arguments, f"{words} --pipeline-schedule {name}")
-    row = {"feature": feature, "schedule": name, "equal": ours == stock, "why": why}
-    if any(flag in name for flag in ROUNDED) and ours.keys() == stock.keys():
-        row["within"] = max(abs(float(ours[i]) / float(stock[i]) - 1) for i in stock)
-    return {**row, "stock": stock, "ours": ours}
+    row = {"feature": feature, "schedule": name, "equal": ours == upstream, "why": why}
+    if any(flag in name for flag in ROUNDED) and ours.keys() == upstream.keys():
+        row["within"] = max(abs(float(ours[i]) / float(upstream[i]) - 1) for i in upstream)
+    return {**row, "upstream": upstream, "ours": ours}
 
 
 def _said(row: dict[str, Any], tolerance: float) -> str:

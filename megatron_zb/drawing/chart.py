@@ -257,6 +257,6 @@ def title_of(timeline: Timeline) -> str:
     bubble = f"{schedule.name}: {sizes}; bubble rate {timeline.bubble_rate:.1%}"
     if schedule.rules.has_steps:
         return bubble
-    stock, peak = one_f_one_b_peak(timeline), max(timeline.peak_microbatches)
-    share = f"{peak / stock:.2f} of 1F1B's"
+    baseline, peak = one_f_one_b_peak(timeline), max(timeline.peak_microbatches)
+    share = f"{peak / baseline:.2f} of 1F1B's"
     return f"{bubble}; peak activation memory {peak:.6g} microbatches ({share})"

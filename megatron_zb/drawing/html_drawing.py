@@ -205,8 +205,8 @@ class Extent:
     def of(cls, timelines: Sequence[Timeline]) -> Extent:
         """Return the room that the largest takes."""
         held = [line.peak for timeline in timelines for line in memory_lines(timeline)]
-        stock = [one_f_one_b_peak(timeline) for timeline in timelines]
-        return cls(max(timeline.makespan for timeline in timelines), max(*held, *stock))
+        baseline = [one_f_one_b_peak(timeline) for timeline in timelines]
+        return cls(max(timeline.makespan for timeline in timelines), max(*held, *baseline))
 
 
 @dataclass(frozen=True)
@@ -371,13 +371,13 @@ def _axis(scale: _Scale, unit: TimeUnit) -> Iterator[str]:
 def _memory(timeline: Timeline, scale: _Scale) -> Iterator[str]:
     """Yield a row for each rank: its memory, 1F1B's peak as a dashed line, its peak at the end."""
     lines = memory_lines(timeline)
-    worst, stock = worst_of(lines), one_f_one_b_peak(timeline)
+    worst, baseline = worst_of(lines), one_f_one_b_peak(timeline)
     yield (
         f'<text class="caption" x="{SIZES.labels}" y="{scale.top - 9}">activation memory held, in '
-        f"microbatches of a rank; dashed: 1F1B's peak, {stock:g}</text>"
+        f"microbatches of a rank; dashed: 1F1B's peak, {baseline:g}</text>"
     )
     for line in lines:
-        level = _number(scale.y(line.rank, stock))
+        level = _number(scale.y(line.rank, baseline))
         name = "name worst" if line is worst else "name"
         middle = scale.top + line.rank * SIZES.memory + SIZES.memory / 2
         yield f'<text class="{name}" x="{SIZES.labels - 8}" y="{middle:g}">rank {line.rank}</text>'

@@ -172,7 +172,7 @@ def explorer_context(
     if costs is not None:
         costs = replace(costs.with_all_kept(), vocabulary=None)
     known = [timeline for timeline in own if html_drawing.is_text(timeline.schedule)]
-    own, limit = (known, limit) if known else ([_stock(own[0], costs)], None)
+    own, limit = (known, limit) if known else ([_baseline(own[0], costs)], None)
     first = own[0]
     p, m = first.schedule.placement.pipeline_size, first.schedule.num_microbatches
     alike = costs is not None and _is_alike(costs)
@@ -207,7 +207,7 @@ def explorer_context(
     }
 
 
-def _stock(timeline: Timeline, costs: Costs | None) -> Timeline:
+def _baseline(timeline: Timeline, costs: Costs | None) -> Timeline:
     """Return 1F1B of the same sizes, for equal costs where none are given."""
     p, m = timeline.schedule.placement.pipeline_size, timeline.schedule.num_microbatches
     costs = costs or Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0)
@@ -359,7 +359,7 @@ def _facts_of_states(costs: Costs) -> dict[str, str]:
 
 
 def _ranks(timeline: Timeline) -> list[dict[str, str]]:
-    stock = one_f_one_b_peak(timeline)
+    baseline = one_f_one_b_peak(timeline)
     rows = []
     for line in memory_lines(timeline):
         passes = timeline.schedule.ranks[line.rank]
@@ -369,7 +369,7 @@ def _ranks(timeline: Timeline) -> list[dict[str, str]]:
                 "passes": f"{len(passes)}",
                 "idle": f"{1 - timeline.utilisation[line.rank]:.1%}",
                 "peak": f"{line.peak:.4g}",
-                "share": f"{line.peak / stock:.1%}",
+                "share": f"{line.peak / baseline:.1%}",
             }
         )
     return rows

@@ -97,10 +97,10 @@ def pictures_of(timelines: dict[str, Timeline]) -> list[dict[str, Any]]:
 
 
 def _picture(timeline: Timeline, name: str, extent: html_drawing.Extent) -> dict[str, Any]:
-    peak, stock = worst_of(memory_lines(timeline)).peak, one_f_one_b_peak(timeline)
+    peak, baseline = worst_of(memory_lines(timeline)).peak, one_f_one_b_peak(timeline)
     return {
         "name": name,
         "sentence": f"bubble {timeline.bubble_rate:.1%}; at most {peak:.4g} microbatches on a rank "
-        f"({peak / stock:.2f} of 1F1B's); {1000 * timeline.makespan:.4g} ms",
+        f"({peak / baseline:.2f} of 1F1B's); {1000 * timeline.makespan:.4g} ms",
         **picture(timeline, name, MILLISECONDS, extent),
     }

@@ -266,17 +266,17 @@ def _draw_legend(axes: Axes, timeline: Timeline) -> None:
 def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     """Draw a row for each rank: its memory, 1F1B's peak as a dashed line, its peak at the end."""
     lines = memory_lines(timeline)
-    worst, stock = worst_of(lines), one_f_one_b_peak(timeline)
-    top = max(worst.peak, stock)
+    worst, baseline = worst_of(lines), one_f_one_b_peak(timeline)
+    top = max(worst.peak, baseline)
     for line in lines:
         _draw_line(axes, line, top, MEMORY_COLOUR, is_worst=line is worst)
-        level = _height(line.rank, stock, top)
+        level = _height(line.rank, baseline, top)
         axes.axhline(level, color=INK, linewidth=0.8, linestyle=(0, (5, 3)))
     _label_rows(
         axes,
         len(lines),
         "activation memory of each rank over time, and its peak, in microbatches of a rank; "
-        f"dashed: 1F1B's peak, {stock:g}",
+        f"dashed: 1F1B's peak, {baseline:g}",
     )
     axes.get_yticklabels()[worst.rank].set_fontweight("bold")
 

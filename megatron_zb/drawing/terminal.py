@@ -122,9 +122,9 @@ def _print_utilisation(timeline: Timeline, console: Console, label_width: int) -
 def _print_memory(timeline: Timeline, console: Console, columns: int, label_width: int) -> None:
     """Print a row for each rank, as high as the memory that it holds, with its peak at the end."""
     lines = memory_lines(timeline)
-    worst, stock = worst_of(lines), one_f_one_b_peak(timeline)
-    top = max(worst.peak, stock)
-    said = "1F1B's peak" if top == stock else f"1F1B's peak is {stock:g}"
+    worst, baseline = worst_of(lines), one_f_one_b_peak(timeline)
+    top = max(worst.peak, baseline)
+    said = "1F1B's peak" if top == baseline else f"1F1B's peak is {baseline:g}"
     console.print(
         Text(f"activation memory over time, in microbatches; {LEVELS[-1]} is {top:.4g}, {said}"),
         highlight=False,

@@ -352,12 +352,12 @@ class _Layer(NamedTuple):
     name: str
     module: Any
     split: SplitBackward
-    stock: Any
+    upstream: Any
 
 
 def _forward(layer: _Layer, *given: Any, **named: Any) -> torch.Tensor:
     """Run the forward with a split backward, or Megatron's own if the layer is not to be split."""
-    _, module, split, stock = layer
+    _, module, split, upstream = layer
     arguments = dict(zip(_ARGUMENTS, given, strict=False)) | named
     weight, fused = arguments["weight"], bool(arguments.get("gradient_accumulation_fusion"))
     if (
@@ -365,7 +365,7 @@ def _forward(layer: _Layer, *given: Any, **named: Any) -> torch.Tensor:
         or arguments.get("grad_output_buffer") is not None
         or not split.takes(layer.name, module, weight, fused=fused)
     ):
-        result: torch.Tensor = stock(**arguments)
+        result: torch.Tensor = upstream(**arguments)
         return result
     if arguments.get("tp_group") is None:
         arguments["tp_group"] = parallel_state.get_tensor_model_parallel_group()

@@ -75,7 +75,9 @@ def warning_of(version: Sequence[int], what: str) -> str:
         raise UsageError(f"{said} older than all that are known here: known are {SUPPORTED}")
     if tuple(version[:2]) <= SERIES[-1].number:
         return ""
-    return f"{said} newer than {NEWEST}, the newest that was checked: compare losses with stock"
+    return (
+        f"{said} newer than {NEWEST}, the newest that was checked: compare losses with upstream's"
+    )
 
 
 def oldest_to_install() -> str:

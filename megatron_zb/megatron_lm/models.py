@@ -173,7 +173,9 @@ def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -
         UsageError: names the model and those that are supported.
     """
     name, staged = type(chunk).__name__, language_model(chunk)
-    supported = next((MODELS[c.__name__] for c in type(staged).__mro__ if c.__name__ in MODELS), None)
+    supported = next(
+        (MODELS[c.__name__] for c in type(staged).__mro__ if c.__name__ in MODELS), None
+    )
     refused = f"--pipeline-schedule {schedule} cannot run a {name}"
     if supported is None:
         raise UsageError(

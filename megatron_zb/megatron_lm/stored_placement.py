@@ -22,7 +22,7 @@ from megatron_zb.megatron_lm.adapter_of_arguments import layers_of, segments
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.placement import looped
 
-_STOCK = "Megatron's own placement"
+_UPSTREAM = "Megatron's own placement"
 _ATTRIBUTE = "pipeline_placement"
 
 # Arguments that a checkpoint of another version may lack.
@@ -48,23 +48,23 @@ def mark(args: argparse.Namespace, adapter: PipelineAdapter) -> None:
 def of_adapter(adapter: PipelineAdapter) -> str:
     """Return a name for the placement; equal names mean equal layers on every rank."""
     placement = adapter.schedule.placement
-    kind = placement.name if adapter.physical.mirrored else _STOCK
+    kind = placement.name if adapter.physical.mirrored else _UPSTREAM
     return _name(kind, placement.pipeline_size, adapter.chunks, str(adapter.layer_layout))
 
 
-def of_stock(args: argparse.Namespace) -> str:
+def of_upstream(args: argparse.Namespace) -> str:
     """Return such a name for a run of Megatron's own schedules."""
     full = argparse.Namespace(**{**_ABSENT, **vars(args)})
     ranks = full.pipeline_model_parallel_size
     chunks = full.virtual_pipeline_model_parallel_size or 1
-    return _name(_STOCK, ranks, chunks, _stock_layout(full, ranks, chunks))
+    return _name(_UPSTREAM, ranks, chunks, _upstream_layout(full, ranks, chunks))
 
 
 def _name(kind: str, ranks: int, chunks: int, layout: str) -> str:
     return f"{kind}, {ranks} ranks x {chunks} chunks, {layout}"
 
 
-def _stock_layout(args: argparse.Namespace, ranks: int, chunks: int) -> str:
+def _upstream_layout(args: argparse.Namespace, ranks: int, chunks: int) -> str:
     written = args.pipeline_model_parallel_layout or segments(args)
     try:
         layers = layers_of(args)
@@ -96,8 +96,8 @@ def check(loaded: Any, args: argparse.Namespace, adapter: PipelineAdapter | None
     marked = getattr(saved_args, _ATTRIBUTE, None)
     if adapter is None and marked is None:
         return
-    saved = marked or of_stock(saved_args)
-    placement = of_stock(args) if adapter is None else of_adapter(adapter)
+    saved = marked or of_upstream(saved_args)
+    placement = of_upstream(args) if adapter is None else of_adapter(adapter)
     if saved == placement:
         return
     if getattr(kind, "name", "") == "LEGACY":

@@ -191,13 +191,13 @@ def test_what_grows_in_a_long_run_is_told() -> None:
 
 
 def test_one_bit_of_a_loss_is_a_difference() -> None:
-    stock: list[dict[str, Any]] = [
+    upstream: list[dict[str, Any]] = [
         {"iteration": 1, "lm_loss": 0.1 + 0.2},
         {"iteration": 1, "eval_loss": 0.5},
         {"pipeline_schedule": None},
     ]
-    assert long_run.differences(stock, [dict(record) for record in stock]) == []
-    assert long_run.differences(stock, [{"iteration": 1, "lm_loss": 0.3}]) == [
+    assert long_run.differences(upstream, [dict(record) for record in upstream]) == []
+    assert long_run.differences(upstream, [{"iteration": 1, "lm_loss": 0.3}]) == [
         "step 1",
         "the evaluation after step 1",
     ]

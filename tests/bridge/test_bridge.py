@@ -37,7 +37,7 @@ def actor(settings: bytes | None, args: Any) -> tuple[list[Any], dict[str, torch
     import trainers
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    stock = trainers.get_forward_backward_func
+    upstream = trainers.get_forward_backward_func
     pipeline = install(pickle.loads(settings), args) if settings else None
     process = trainers.Actor(args, pipeline.builder if pipeline else None)
     found: list[Any] = []
@@ -49,10 +49,10 @@ def actor(settings: bytes | None, args: Any) -> tuple[list[Any], dict[str, torch
         found.append(process.log_probs(step, count, collect_non_loss_data=True))
         found.append(process.train_one_step(step, count))
     if pipeline:
-        assert trainers.get_forward_backward_func is not stock
+        assert trainers.get_forward_backward_func is not upstream
         pipeline.uninstall()
-    assert trainers.get_forward_backward_func is stock
-    assert get_forward_backward_func is stock or pipeline
+    assert trainers.get_forward_backward_func is upstream
+    assert get_forward_backward_func is upstream or pipeline
     return found, trainers.weights_of(process.models)
 
 

@@ -66,7 +66,7 @@ def trained(
         return Run(results, trainers.weights_of(process.models), taken)
 
 
-def trained_beside_stock(
+def trained_beside_upstream(
     p: int, settings: Settings, gives_shapes: bool = False, **more: Any
 ) -> tuple[Run, Run]:
     """The planned run and Megatron's own, of the same microbatches in the same orders."""
@@ -83,13 +83,13 @@ def trained_beside_stock(
 
 def assert_equal_to_megatrons(found: list[tuple[Run, Run]]) -> None:
     """Assert that losses and weights of the job are equal to the last bit."""
-    ours, stock = (
+    ours, upstream = (
         [(run.results, run.weights) for run in runs] for runs in zip(*found, strict=True)
     )
-    (losses, weights), (expected, stock_weights) = whole(ours), whole(stock)
+    (losses, weights), (expected, upstream_weights) = whole(ours), whole(upstream)
     assert losses
     assert same(losses, expected)
-    assert same(weights, stock_weights)
+    assert same(weights, upstream_weights)
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_a_planned_step_is_megatrons_step_of_the_same_order(
 ) -> None:
     """Replicas have other lengths, and so other orders, unless their experts are shared."""
     settings = Settings(pipeline_schedule=name, num_microbatches=8)
-    found = ranks(ranks_of_job).run(trained_beside_stock, p=p, settings=settings, **more)
+    found = ranks(ranks_of_job).run(trained_beside_upstream, p=p, settings=settings, **more)
     assert any(order != sorted(order) for planned, _ in found for order in planned.orders)
     assert_equal_to_megatrons(found)
 
@@ -133,7 +133,7 @@ def test_a_planned_step_keeps_what_the_schedule_drops_and_moves(
     ranks: RankPools, more: dict[str, Any]
 ) -> None:
     settings = Settings(pipeline_schedule="v-zb", num_microbatches=8, **more)
-    found = ranks(2).run(trained_beside_stock, p=2, settings=settings, gives_shapes=True)
+    found = ranks(2).run(trained_beside_upstream, p=2, settings=settings, gives_shapes=True)
     assert_equal_to_megatrons(found)
 
 

@@ -176,7 +176,7 @@ _SCALES = """
   return {
     width: Number(svg.querySelector('.ground').getAttribute('width')),
     ticks: all('.tick').map((e) => [e.textContent, e.getAttribute('x')]),
-    stock: all('.reference').map((e, i) => height(all('.held')[i]) - height(e)),
+    baseline: all('.reference').map((e, i) => height(all('.held')[i]) - height(e)),
   };
 })
 """
@@ -194,7 +194,7 @@ def test_both_pictures_of_a_step_have_one_scale(width: int, shown: Callable[...,
     assert measured["width"] / predicted["width"] == pytest.approx(seconds[0] / seconds[1], 1e-3)
     assert measured["ticks"] == predicted["ticks"]
     assert len(measured["ticks"]) > 3
-    assert measured["stock"] == predicted["stock"]
+    assert measured["baseline"] == predicted["baseline"]
     page.click("#step .picture button[title='zoom in']")
     page.click("#step .picture button[title='later']")
     again = page.evaluate(_SCALES)

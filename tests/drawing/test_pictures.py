@@ -96,13 +96,13 @@ def test_8_ranks_and_16_microbatches_are_readable(name: str) -> None:
 def test_each_rank_has_a_row_of_memory_with_the_simulators_peak(name: str) -> None:
     timeline = timeline_of(name, 4, 8)
     bars, memory = drawn(name, 4, 8).axes
-    heights, stock = [], []
+    heights, baseline = [], []
     for rank, (held, line) in enumerate(zip(memory.collections, memory.get_lines(), strict=True)):
         levels = np.asarray(held.get_paths()[0].vertices, dtype=float)[:, 1]
         assert rank - 0.5 <= levels.min() < levels.max() <= rank + 0.5
         heights.append(levels.max() - levels.min())
-        stock.append(levels.max() - np.asarray(line.get_ydata(), dtype=float)[0])
-    found = [4 * height / level for height, level in zip(heights, stock, strict=True)]
+        baseline.append(levels.max() - np.asarray(line.get_ydata(), dtype=float)[0])
+    found = [4 * height / level for height, level in zip(heights, baseline, strict=True)]
     assert found == pytest.approx(timeline.peak_memory)
     worst = timeline.peak_memory.index(max(timeline.peak_memory))
     said = [f"{peak:.4g}" for peak in timeline.peak_memory]

@@ -190,10 +190,10 @@ def test_bars_and_lines_of_the_picture_are_in_their_places(v_half: Path) -> None
         (path,) = (p for p in svg.all("path") if p.attributes.get("data-rank") == str(line.rank))
         start = re.match(r"M[\d.]+,([\d.]+)", path.attributes["d"])
         assert start is not None
-        bottom, stock = float(start.group(1)), float(found.group(1))
+        bottom, baseline = float(start.group(1)), float(found.group(1))
         steps = re.findall(r"H([\d.]+)V([\d.]+)", path.attributes["d"])
         times = [(float(x) - left) / width * timeline.makespan for x, _ in steps]
-        held = [(bottom - float(y)) / (bottom - stock) * 4 for _, y in steps]
+        held = [(bottom - float(y)) / (bottom - baseline) * 4 for _, y in steps]
         assert times == pytest.approx(line.times, abs=0.01)
         assert held == pytest.approx(line.held, abs=0.02)
 

@@ -207,14 +207,16 @@ def shown(page: Browser, element: str) -> str:
     return str(page.evaluate(f"document.getElementById({json.dumps(element)}).textContent"))
 
 
-def check_readings(page: Browser, timeline: Timeline, stock: int) -> None:
+def check_readings(page: Browser, timeline: Timeline, baseline: int) -> None:
     assert float(shown(page, "makespan")) == pytest.approx(timeline.makespan, rel=1e-5)
     assert float(shown(page, "bubble").rstrip("%")) == pytest.approx(
         100 * timeline.bubble_rate, abs=0.051
     )
     peak = max(timeline.peak_activation)
     assert float(shown(page, "peak")) == pytest.approx(peak, rel=1e-3)
-    assert float(shown(page, "share").rstrip("%")) == pytest.approx(100 * peak / stock, abs=0.051)
+    assert float(shown(page, "share").rstrip("%")) == pytest.approx(
+        100 * peak / baseline, abs=0.051
+    )
 
 
 @pytest.mark.parametrize("name", sizes.one_of_each_shape(NAMES))

@@ -39,16 +39,16 @@ def test_a_plan_for_measured_costs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert printed.splitlines()[-1] == str(html)
     page = page_of(html)
     found = cells(page.one("section", id="ranking").one("table"))
-    stock = ["Megatron 1F1B", "Megatron interleaved ×2", "Megatron interleaved ×4"]
-    assert sorted(row[1] for row in found) == sorted([*names, *stock])
+    baseline = ["Megatron 1F1B", "Megatron interleaved ×2", "Megatron interleaved ×4"]
+    assert sorted(row[1] for row in found) == sorted([*names, *baseline])
     times = [float(row[2]) for row in found]
     assert times == sorted(times)
     for row in found:  # the same as in the terminal
         assert re.search(rf"{row[0]} +{row[1]} +{re.escape(row[2])} +{re.escape(row[3])} ", printed)
     commands = [pre.text for pre in page.one("section", id="flags").all("pre")]
     flag = "--pipeline-schedule "
-    named = [text.split()[1] if text.startswith(flag) else "stock" for text in commands]
-    assert named == ["stock" if row[1] in stock else row[1] for row in found]
+    named = [text.split()[1] if text.startswith(flag) else "baseline" for text in commands]
+    assert named == ["baseline" if row[1] in baseline else row[1] for row in found]
     stages = cells(page.one("section", id="costs").all("table")[0])
     assert [row[2] for row in stages] == ["Ett", *["tt"] * 6, "ttL"]
     assert stages[1][3:6] == ["2000", "2400", "1600"]

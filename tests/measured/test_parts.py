@@ -265,14 +265,14 @@ def test_a_segment_lasts_from_its_mark_to_the_next() -> None:
     assert found == {BEFORE: 0.5, LAYERS: 4.0, AFTER: 0.5}
 
 
-def test_stock_stands_in_the_ranking() -> None:
+def test_upstream_stands_in_the_ranking() -> None:
     """With blocking messages 1F1B takes longer than ours, without any it is level."""
     profile = profile_of(Truth(), "zb-h1")
     found, missing = rows(ProfileRequest(profile, M, None, False), candidates_of(["zb-h1", "1f1b"]))
     assert missing == {}
     by_name = {(row.candidate, row.chunks): row for row in found}
-    stock, ours = by_name[MEGATRON_1F1B, None], by_name["1f1b", None]
-    assert stock.seconds == pytest.approx(ours.seconds)
+    upstream, ours = by_name[MEGATRON_1F1B, None], by_name["1f1b", None]
+    assert upstream.seconds == pytest.approx(ours.seconds)
     assert (MEGATRON_INTERLEAVED, 2) in by_name
     links = [{"source": a, "target": 1 - a, "seconds": 0.004} for a in (0, 1)]
     slow = Profile.model_validate({**profile.model_dump(), "links": links})

@@ -51,19 +51,19 @@ def outcomes(case: GPTCase, schedule: str | None) -> list[Outcome]:
     return found
 
 
-def in_stocks_distance(case: GPTCase, schedule: str, slices: str = "") -> dict[str, float]:
-    """How far the losses, and each gradient, are from float64's, in stock's own distance."""
-    stock = outcomes(case, None)
+def in_upstreams_distance(case: GPTCase, schedule: str, slices: str = "") -> dict[str, float]:
+    """How far the losses, and each gradient, are from float64's, in upstream's own distance."""
+    upstream = outcomes(case, None)
     own = replace(case, slices=slices) if slices else replace(case, vocabulary=True)
     ours = outcomes(own, schedule)
     exact = outcomes(replace(case, exact=True), None)
     names = exact[0].gradients.keys()
-    assert ours[0].gradients.keys() == stock[0].gradients.keys() == names
+    assert ours[0].gradients.keys() == upstream[0].gradients.keys() == names
     found = {}
     for name in names:
-        of = [[one.gradients[name] for one in samples] for samples in (ours, stock, exact)]
+        of = [[one.gradients[name] for one in samples] for samples in (ours, upstream, exact)]
         found[name] = distance(of[0], of[2]) / distance(of[1], of[2])
-    of = [[torch.tensor(one.losses).double() for one in samples] for samples in (ours, stock)]
+    of = [[torch.tensor(one.losses).double() for one in samples] for samples in (ours, upstream)]
     losses = [torch.tensor(one.losses, dtype=torch.float64) for one in exact]
     return found | {"losses": distance(of[0], losses) / distance(of[1], losses)}
 
@@ -85,17 +85,17 @@ def test_so_are_they_with_multi_token_prediction(
     ranks: RankPools, schedule: str, tied: bool, dtype: str, depths: int
 ) -> None:
     case = GPTCase(tied=tied, dtype=dtype, multi_token=depths, rotary=True)
-    for found in ranks(2).run(in_stocks_distance, case=case, schedule=schedule):
+    for found in ranks(2).run(in_upstreams_distance, case=case, schedule=schedule):
         assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("p", "tensor", "tied", "dtype"), SIZES)
-def test_losses_and_gradients_are_as_near_to_float64_as_stocks(
+def test_losses_and_gradients_are_as_near_to_float64_as_upstreams(
     ranks: RankPools, p: int, tensor: int, tied: bool, dtype: str
 ) -> None:
     case = GPTCase(tied=tied, dtype=dtype, tensor_parallel=tensor)
-    for found in ranks(p * tensor).run(in_stocks_distance, case=case, schedule="zb-h1"):
+    for found in ranks(p * tensor).run(in_upstreams_distance, case=case, schedule="zb-h1"):
         assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}
 
 
@@ -118,7 +118,7 @@ def test_so_are_they_where_a_forward_and_a_backward_run_in_one_pass(
         exchange_overlaps=True,
         options=tuple(EXPERTS.items()),
     )
-    for found in ranks(4).run(in_stocks_distance, case=case, schedule=schedule):
+    for found in ranks(4).run(in_upstreams_distance, case=case, schedule=schedule):
         assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}
 
 
@@ -129,7 +129,7 @@ def test_so_are_they_where_a_forward_and_a_backward_run_in_one_pass(
 )
 def test_so_are_they_on_token_slices(ranks: RankPools, slices: str, dtype: str) -> None:
     case = GPTCase(layers=4, dtype=dtype, rotary=True, options=(("num_query_groups", 2),))
-    for found in ranks(2).run(in_stocks_distance, case=case, schedule="zb-h1", slices=slices):
+    for found in ranks(2).run(in_upstreams_distance, case=case, schedule="zb-h1", slices=slices):
         assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}
 
 
@@ -157,5 +157,5 @@ def test_so_are_experts_and_documents_on_slices(
     ranks: RankPools, dtype: str, more: dict[str, Any]
 ) -> None:
     case = GPTCase(layers=4, dtype=dtype, **more)
-    for found in ranks(2).run(in_stocks_distance, case=case, schedule="zb-h1", slices="4"):
+    for found in ranks(2).run(in_upstreams_distance, case=case, schedule="zb-h1", slices="4"):
         assert {name: ratio for name, ratio in found.items() if not ratio <= MOST} == {}

@@ -23,7 +23,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 class Leg:
     """A job that loads what the one before has saved, and saves it; the first trains it.
 
-    ``schedule`` is None for stock, else the output layer is cut, ``rows`` are those of the
+    ``schedule`` is None for upstream, else the output layer is cut, ``rows`` are those of the
     vocabulary with padding; what is no data parallelism is pipeline.
     """
 
@@ -87,12 +87,12 @@ def _differences(
 
 
 V, H = Leg("v-half"), Leg("zb-h1")
-STOCK = Leg(None)
+UPSTREAM = Leg(None)
 JOURNEYS = {
-    "stock-shards-stock": [STOCK, V, STOCK],
+    "upstream-shards-upstream": [UPSTREAM, V, UPSTREAM],
     "from-order-to-order": [V, H, V],
-    "four-shards-two-shards-stock": [STOCK, H, Leg("v-half", data_parallel=2), STOCK],
-    "padding": [STOCK, Leg("v-half", rows=68), Leg("zb-h1", 2, rows=66), STOCK],
+    "four-shards-two-shards-upstream": [UPSTREAM, H, Leg("v-half", data_parallel=2), UPSTREAM],
+    "padding": [UPSTREAM, Leg("v-half", rows=68), Leg("zb-h1", 2, rows=66), UPSTREAM],
 }
 OPTIMIZERS = {
     "plain": GPTCase(layers=8),
@@ -104,7 +104,7 @@ OPTIMIZERS = {
 }
 
 
-QUICK = [("distributed-bf16", "four-shards-two-shards-stock")]
+QUICK = [("distributed-bf16", "four-shards-two-shards-upstream")]
 
 
 @pytest.mark.slow

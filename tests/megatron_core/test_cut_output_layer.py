@@ -73,10 +73,10 @@ def outcomes(case: GPTCase, schedules: list[str]) -> list[Outcome]:
 
 
 def differences(case: GPTCase, schedules: list[str]) -> list[str]:
-    """Differences of the first schedule from stock, and of the others from the first."""
-    stock, first, *others = outcomes(case, schedules)
-    found = [f"only one has {name}" for name in stock.gradients.keys() ^ first.gradients.keys()]
-    found += unequal(stock, first, within_rounding if case.dtype == "bfloat16" else all_close)
+    """Differences of the first schedule from upstream, and of the others from the first."""
+    upstream, first, *others = outcomes(case, schedules)
+    found = [f"only one has {name}" for name in upstream.gradients.keys() ^ first.gradients.keys()]
+    found += unequal(upstream, first, within_rounding if case.dtype == "bfloat16" else all_close)
     for name, other in zip(schedules[1:], others, strict=True):
         for key, value in first.gradients.items():
             if not torch.equal(value, other.gradients[key]):
@@ -86,33 +86,33 @@ def differences(case: GPTCase, schedules: list[str]) -> list[str]:
     return found
 
 
-def unequal(stock: Outcome, ours: Outcome, compare: Callable[..., list[str]]) -> list[str]:
-    found = compare(stock.gradients, ours.gradients)
-    if not torch.tensor(ours.losses).allclose(torch.tensor(stock.losses), rtol=TOLERANCE):
-        found.append(f"losses {ours.losses} are not {stock.losses}")
+def unequal(upstream: Outcome, ours: Outcome, compare: Callable[..., list[str]]) -> list[str]:
+    found = compare(upstream.gradients, ours.gradients)
+    if not torch.tensor(ours.losses).allclose(torch.tensor(upstream.losses), rtol=TOLERANCE):
+        found.append(f"losses {ours.losses} are not {upstream.losses}")
     return found
 
 
-def all_close(stock: Gradients, ours: Gradients) -> list[str]:
-    off = {name: (ours[name] - g).abs().max() / g.abs().max() for name, g in stock.items()}
+def all_close(upstream: Gradients, ours: Gradients) -> list[str]:
+    off = {name: (ours[name] - g).abs().max() / g.abs().max() for name, g in upstream.items()}
     return [f"gradient of {name} is off by {by}" for name, by in off.items() if not by <= TOLERANCE]
 
 
-def within_rounding(stock: Gradients, ours: Gradients) -> list[str]:
+def within_rounding(upstream: Gradients, ours: Gradients) -> list[str]:
     """Compare norms of 16-bit gradients, whose roundings differ from the loss downwards.
 
     The most that was seen is 2.0 % of a vector of 32 numbers, 0.86 % of a matrix and 0.7 % of all;
     half as much again is for processors that add in another order.
     """
     errors, norms = (
-        {name: of(name).double().norm() for name in stock}
-        for of in (lambda name: ours[name] - stock[name], lambda name: stock[name])
+        {name: of(name).double().norm() for name in upstream}
+        for of in (lambda name: ours[name] - upstream[name], lambda name: upstream[name])
     )
     off = {name: (error / norms[name]).item() for name, error in errors.items()}
     all_off = (
         torch.stack([*errors.values()]).norm() / torch.stack([*norms.values()]).norm()
     ).item()
-    most = {name: 0.03 if gradient.dim() == 1 else 0.0125 for name, gradient in stock.items()}
+    most = {name: 0.03 if gradient.dim() == 1 else 0.0125 for name, gradient in upstream.items()}
     found = [f"gradient of {name} is off by {x}" for name, x in off.items() if not x <= most[name]]
     return found if all_off <= 0.01 else [*found, f"all gradients are off by {all_off}"]
 
@@ -135,15 +135,15 @@ def test_a_cut_output_layer_trains_as_megatrons(
 
 
 def evaluations(case: GPTCase) -> list[list[float]]:
-    stock = gpt_cases.run(case, None, [4], forward_only=True)[4]
+    upstream = gpt_cases.run(case, None, [4], forward_only=True)[4]
     ours = gpt_cases.run(replace(case, vocabulary=True), "v-half", [4], forward_only=True)[4]
-    return [gathered(stock).losses, gathered(ours, "v-half").losses]
+    return [gathered(upstream).losses, gathered(ours, "v-half").losses]
 
 
 def test_an_evaluation_has_the_same_losses(ranks: RankPools) -> None:
-    for stock, ours in ranks(2).run(evaluations, case=GPTCase(layers=4)):
-        assert len(stock) == 4
-        assert ours == pytest.approx(stock, rel=1e-6)
+    for upstream, ours in ranks(2).run(evaluations, case=GPTCase(layers=4)):
+        assert len(upstream) == 4
+        assert ours == pytest.approx(upstream, rel=1e-6)
 
 
 class Step(NamedTuple):
@@ -189,11 +189,11 @@ def _of_all_ranks(step: Step, is_cut: bool, mirrored: bool) -> Step:
 
 
 def off_in_calls(case: GPTCase, schedule: str) -> list[str]:
-    """How calls differ from stock's."""
+    """How calls differ from upstream's."""
     found = []
-    stock = calls(case, None)
+    upstream = calls(case, None)
     for number, (ours, theirs) in enumerate(
-        zip(calls(replace(case, vocabulary=True), schedule), stock, strict=True)
+        zip(calls(replace(case, vocabulary=True), schedule), upstream, strict=True)
     ):
         if not torch.tensor(ours.losses).allclose(torch.tensor(theirs.losses), rtol=1e-6):
             found.append(f"call {number}: losses {ours.losses} are not {theirs.losses}")
@@ -309,19 +309,19 @@ def test_post_validation_is_refused_by_a_program_of_its_own_too(ranks: RankPools
 
 
 def steps(case: GPTCase) -> dict[str, float]:
-    """How far each weight is from stock's after 3 steps, relative to its norm.
+    """How far each weight is from upstream's after 3 steps, relative to its norm.
 
     Biases begin at 0, and Adam divides by gradients of keys' biases that are nothing but rounding.
     """
     case = replace(case, optimizer_steps=3)
-    stock, ours = (
+    upstream, ours = (
         gathered(gpt_cases.run(one, name, [4])[4], name)
         for one, name in ((case, None), (replace(case, vocabulary=True), "v-half"))
     )
-    assert stock.gradients.keys() == ours.gradients.keys()
+    assert upstream.gradients.keys() == ours.gradients.keys()
     return {
         name: ((ours.gradients[name] - weight).norm() / weight.norm()).item()
-        for name, weight in stock.gradients.items()
+        for name, weight in upstream.gradients.items()
     }
 
 

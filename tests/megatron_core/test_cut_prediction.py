@@ -53,17 +53,17 @@ def outcome(case: GPTCase, schedule: str | None) -> tuple[Outcome, dict[str, lis
 
 def differences(case: GPTCase, schedules: list[str]) -> list[str]:
     """Of the first schedule from Megatron's own, and of the others from the first."""
-    stock, numbers = outcome(case, None)
+    upstream, numbers = outcome(case, None)
     (first, firsts), *others = (
         outcome(replace(case, vocabulary=True), schedule) for schedule in schedules
     )
-    found = [f"only one has {name}" for name in stock.gradients.keys() ^ first.gradients.keys()]
-    for name, gradient in stock.gradients.items():
+    found = [f"only one has {name}" for name in upstream.gradients.keys() ^ first.gradients.keys()]
+    for name, gradient in upstream.gradients.items():
         off = (first.gradients[name] - gradient).abs().max() / gradient.abs().max()
         if not off <= TOLERANCE:
             found.append(f"gradient of {name} is off by {off}")
-    if first.losses != pytest.approx(stock.losses, rel=TOLERANCE):
-        found.append(f"losses {first.losses} are not {stock.losses}")
+    if first.losses != pytest.approx(upstream.losses, rel=TOLERANCE):
+        found.append(f"losses {first.losses} are not {upstream.losses}")
     if not numbers or firsts != {
         name: pytest.approx(values, rel=TOLERANCE) for name, values in numbers.items()
     }:

@@ -27,16 +27,16 @@ def trained(job: Job, contenders: list[Contender]) -> list[dict[str, Any]]:
 def test_it_learns_as_megatrons_and_shares_out_memory(ranks: RankPools) -> None:
     contenders = [Contender(None), Contender("v-half"), Contender("v-half", cut=True)]
     results = ranks(JOB.ranks).run(trained, job=JOB, contenders=contenders, timeout=300.0)
-    stock, whole, cut = ([rank[number] for rank in results] for number in range(len(contenders)))
-    found = vocabulary_training.compared(stock, cut)
-    losses = vocabulary_training._losses(stock)
+    upstream, whole, cut = ([rank[number] for rank in results] for number in range(len(contenders)))
+    found = vocabulary_training.compared(upstream, cut)
+    losses = vocabulary_training._losses(upstream)
     assert len(losses) == JOB.steps and losses[-1] < losses[0] - 0.1
     assert found["losses"] < 1e-6
     assert found["last_loss"] == pytest.approx(losses[-1], rel=1e-6)
 
-    assert vocabulary_training.compared(stock, whole)["states"] > 2
+    assert vocabulary_training.compared(upstream, whole)["states"] > 2
     assert found["states"] < 1.05
 
     logits = 4 * SIZES.seq_length * SIZES.vocabulary
-    assert max(rank["logits_bytes"] for rank in stock) == logits
+    assert max(rank["logits_bytes"] for rank in upstream) == logits
     assert 0 < found["logits"] <= 3  # shards of up to three microbatches

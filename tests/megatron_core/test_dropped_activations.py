@@ -1,4 +1,4 @@
-"""Activations that are dropped and made again: losses and gradients are those of stock."""
+"""Activations that are dropped and made again: losses and gradients are those of upstream."""
 
 from __future__ import annotations
 

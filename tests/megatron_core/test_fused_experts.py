@@ -112,8 +112,8 @@ class Steps:
         self._case = case
         without = tuple(option for option in case.options if option[0] not in STASHES)
         plain = replace(case, options=without, exchange_overlaps=False)
-        stock = gpt_cases._references(plain, sorted(set(counts)), forward_only=False)
-        self._references = dict(zip(sorted(set(counts)), stock, strict=True))
+        upstream = gpt_cases._references(plain, sorted(set(counts)), forward_only=False)
+        self._references = dict(zip(sorted(set(counts)), upstream, strict=True))
         self._built = gpt_cases.built(case, schedule, counts[0])
         self.adapter, self.chunks = self._built.__enter__()
         self.function: Any = gpt_cases.get_forward_backward_func()

@@ -1,4 +1,4 @@
-"""Activations that are moved to the host and back: losses and gradients are those of stock."""
+"""Activations that are moved to the host and back: losses and gradients are those of upstream."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_any_mix_of_states_draws_and_computes_the_same(
     move=st.floats(0, 0.5),
     model=st.sampled_from([("plain", 8, "v-half"), ("plain", 8, "zb-h2"), ("experts", 4, "zb-h1")]),
 )
-def test_any_mix_of_states_on_four_ranks_is_stocks(
+def test_any_mix_of_states_on_four_ranks_is_upstreams(
     ranks: RankPools, seed: int, drop: float, move: float, model: tuple[str, int, str]
 ) -> None:
     what, layers, name = model

@@ -1,4 +1,4 @@
-"""Pairs of a forward and a backward: losses and gradients are those of stock without pairs."""
+"""Pairs of a forward and a backward: losses and gradients are those of upstream without pairs."""
 
 from __future__ import annotations
 

@@ -109,10 +109,12 @@ def train(
     return seen
 
 
-def check_same(found: list[Seen], stock: list[Seen]) -> None:
+def check_same(found: list[Seen], upstream: list[Seen]) -> None:
     """Every iteration has the losses and the gradients of Megatron's own."""
-    expected = {(rank.tensor, name): g for rank in stock for name, g in rank.gradients[0].items()}
-    losses = {rank.data: rank.losses[0] for rank in stock if rank.losses[0]}
+    expected = {
+        (rank.tensor, name): g for rank in upstream for name, g in rank.gradients[0].items()
+    }
+    losses = {rank.data: rank.losses[0] for rank in upstream if rank.losses[0]}
     for rank in found:
         for of_iteration in rank.losses:
             assert of_iteration in ([], losses[rank.data])
@@ -528,7 +530,7 @@ class StandInAllocator(TorchDispatchMode):
 def profiled_by_allocator(case: GPTCase, path: Path) -> None:
     """As on a GPU, but for the clock."""
     step, recorder, allocator = Profiling.step, profiling.Recorder, StandInAllocator()
-    stock = torch.cuda.memory_allocated
+    upstream = torch.cuda.memory_allocated
 
     def as_on_gpu(self: Profiling, memory: Any, parameters: Any, on_gpu: bool, mark: Any) -> Any:
         return step(self, memory, parameters, True, mark)
@@ -542,7 +544,7 @@ def profiled_by_allocator(case: GPTCase, path: Path) -> None:
         with allocator:
             train(case, "v-half", ITERATIONS, path=path)
     finally:
-        change.step, patched.Recorder, torch.cuda.memory_allocated = step, recorder, stock
+        change.step, patched.Recorder, torch.cuda.memory_allocated = step, recorder, upstream
 
 
 @pytest.mark.slow

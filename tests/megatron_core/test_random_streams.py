@@ -216,19 +216,19 @@ def test_a_hybrid_model_draws_the_same(ranks: RankPools) -> None:
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "1f1b"])
-def test_streams_of_ranks_are_stocks(ranks: RankPools, name: str) -> None:
+def test_streams_of_ranks_are_upstreams(ranks: RankPools, name: str) -> None:
     """Weights as drawn, losses and gradients with dropout."""
-    stock = gathered(ranks, 2, DROPOUT, None)
-    check_equal(gathered(ranks, 2, DROPOUT, name, by_layer=False), stock)
+    upstream = gathered(ranks, 2, DROPOUT, None)
+    check_equal(gathered(ranks, 2, DROPOUT, name, by_layer=False), upstream)
 
 
 def test_streams_of_ranks_differ_where_layers_move(ranks: RankPools) -> None:
     """Why layers have streams of their own."""
-    stock = gathered(ranks, 2, DROPOUT, None)
+    upstream = gathered(ranks, 2, DROPOUT, None)
     moved = gathered(ranks, 2, DROPOUT, "v-half", by_layer=False)
     name = "decoder.layers.3.mlp.linear_fc1.weight of TP 0"
-    assert moved.weights[name] != stock.weights[name]
-    assert moved.losses != stock.losses
+    assert moved.weights[name] != upstream.weights[name]
+    assert moved.losses != upstream.losses
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_streams_of_ranks_differ_where_layers_move(ranks: RankPools) -> None:
         ("v-half", Layers(8), None, False),
     ],
 )
-def test_where_layers_are_as_in_stock(
+def test_where_layers_are_as_in_upstream(
     name: str, layers: Layers, layout: str | None, expected: bool
 ) -> None:
     adapter = scheduled(
@@ -378,9 +378,9 @@ def test_recomputation_draws_the_masks_of_its_forward_from_generators(ranks: Ran
     kept = build("zb-h1", pipeline_size=2, num_microbatches=4)
     order = with_states(kept, seed=1, drop=0.7)
     assert order.dropped
-    stock, ours = Run(), Run()
-    for found, schedule in ((stock, None), (ours, order)):
+    upstream, ours = Run(), Run()
+    for found, schedule in ((upstream, None), (ours, order)):
         more: Any = {"case": DROPOUT, "schedule": schedule, "by_layer": False}
         for run in ranks(2).run(train_with_generators, **more):
             found.add(run)
-    check_equal(ours, stock)
+    check_equal(ours, upstream)

@@ -46,7 +46,7 @@ def recomputing(modules: str, case: GPTCase, **more: Any) -> GPTCase:
     return replace(case, options=(*case.options, *options.items()), **more)
 
 
-DENSE = GPTCase(options=(("add_bias_linear", False),))  # with one, stock recurses without an end
+DENSE = GPTCase(options=(("add_bias_linear", False),))  # with one, upstream recurses without an end
 SPARSE = GPTCase(
     rotary=True,
     options=(

@@ -152,8 +152,8 @@ def test_a_use_that_begins_later_is_found(ranks: RankPools, wrapped: bool) -> No
 
 def assert_close_to_megatrons(pool: RankPool, case: GPTCase, schedule: str) -> list[str]:
     """Compare gradients whose sums are in another order, once; return what each rank says."""
-    stock = pool.run(gradients_of, case=case, schedule=None)
-    expected = {name: gradient for _, of in stock for name, gradient in of.items()}
+    upstream = pool.run(gradients_of, case=case, schedule=None)
+    expected = {name: gradient for _, of in upstream for name, gradient in of.items()}
     ours = pool.run(gradients_of, case=case, schedule=schedule)
     for _, found in ours:
         assert found

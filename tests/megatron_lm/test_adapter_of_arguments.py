@@ -26,8 +26,8 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape
 
 
-def layout_of(line: str, **stock: Any) -> str:
-    args = parsed(line, **stock)
+def layout_of(line: str, **upstream: Any) -> str:
+    args = parsed(line, **upstream)
     adapter_of(args)
     layout = args.pipeline_model_parallel_layout
     assert isinstance(layout, str)
@@ -104,7 +104,7 @@ def test_megatrons_own_division_of_layers_is_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "stock", "layout"),
+    ("line", "upstream", "layout"),
     [
         ("v-half", {}, "Ett|tt|tt|tt|tt|tt|tt|ttL"),
         ("v-half", {"num_layers": 17}, "Ett|ttt|tt|tt|tt|tt|tt|ttL"),
@@ -130,13 +130,13 @@ def test_megatrons_own_division_of_layers_is_replaced() -> None:
     ],
 )
 def test_layers_go_where_they_are_asked_to_go(
-    line: str, stock: dict[str, Any], layout: str
+    line: str, upstream: dict[str, Any], layout: str
 ) -> None:
-    assert layout_of(f"--pipeline-schedule {line}", **stock) == layout
+    assert layout_of(f"--pipeline-schedule {line}", **upstream) == layout
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stock", "microbatches"),
+    ("world_size", "upstream", "microbatches"),
     [
         (4, {}, 8),
         (8, {}, 4),
@@ -147,9 +147,9 @@ def test_layers_go_where_they_are_asked_to_go(
     ],
 )
 def test_microbatches_are_those_of_one_replica(
-    world_size: int, stock: dict[str, Any], microbatches: int
+    world_size: int, upstream: dict[str, Any], microbatches: int
 ) -> None:
-    adapter = adapter_of(parsed("--pipeline-schedule 1f1b", world_size=world_size, **stock))
+    adapter = adapter_of(parsed("--pipeline-schedule 1f1b", world_size=world_size, **upstream))
     assert adapter.schedule.num_microbatches == microbatches
 
 
@@ -163,7 +163,7 @@ ENDS = "count the layers of a rank, which holds several chunks here"
 
 
 @pytest.mark.parametrize(
-    ("line", "stock", "words"),
+    ("line", "upstream", "words"),
     [
         ("--pipeline-schedule v-haf", {}, "unknown pipeline schedule 'v-haf': did you mean v-half"),
         ("--pipeline-schedule v-half --pipeline-memory-limit 0.1", {}, "0.1 of 1F1B"),
@@ -290,9 +290,11 @@ ENDS = "count the layers of a rank, which holds several chunks here"
         ),
     ],
 )
-def test_what_cannot_be_had_is_one_sentence(line: str, stock: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_had_is_one_sentence(
+    line: str, upstream: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UsageError) as refused:
-        adapter_of(parsed(line, **stock))
+        adapter_of(parsed(line, **upstream))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -315,7 +317,7 @@ def test_a_schedule_from_a_file(table: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stock", "words"),
+    ("upstream", "words"),
     [
         ({"global_batch_size": 16}, "is for 4 pipeline ranks and 8 microbatches, but the job has"),
         ({"pipeline_model_parallel_size": 2}, "the job has 2 and 4"),
@@ -329,9 +331,11 @@ def test_a_schedule_from_a_file(table: Path) -> None:
         ({"ckpt_format": "torch", "load": "here"}, "--ckpt-format torch cannot be combined"),
     ],
 )
-def test_a_file_that_does_not_fit_the_job(table: Path, stock: dict[str, Any], words: str) -> None:
+def test_a_file_that_does_not_fit_the_job(
+    table: Path, upstream: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UsageError) as refused:
-        adapter_of(parsed(f"--pipeline-schedule-file {table}", **stock))
+        adapter_of(parsed(f"--pipeline-schedule-file {table}", **upstream))
     assert words in str(refused.value)
 
 
@@ -412,8 +416,8 @@ def test_a_hybrid_pattern_says_the_layers_of_each_stage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(versions, "core_series", lambda: (0, 17))
-    stock = {"hybrid_layer_pattern": None, "num_layers": None, name: pattern}
-    args = parsed(f"--pipeline-schedule {schedule}", **stock)
+    upstream = {"hybrid_layer_pattern": None, "num_layers": None, name: pattern}
+    args = parsed(f"--pipeline-schedule {schedule}", **upstream)
     adapter = adapter_of(args)
     main = placed.split("/")[0]
     assert [letters.count("t") for letters in adapter.layer_layout.letters] == [
@@ -430,18 +434,18 @@ def test_a_hybrid_pattern_says_the_layers_of_each_stage(
     not metadata.version("megatron-core").startswith("0.16."), reason="of megatron-core 0.16"
 )
 def test_a_hybrid_pattern_of_megatron_0_16_keeps_its_own_placement() -> None:
-    stock = {"hybrid_override_pattern": "M*-M" * 4, "num_layers": None}
-    args = parsed("--pipeline-schedule zb-h1", **stock)
+    upstream = {"hybrid_override_pattern": "M*-M" * 4, "num_layers": None}
+    args = parsed("--pipeline-schedule zb-h1", **upstream)
     adapter_of(args)
     assert args.hybrid_override_pattern == "M*-M" * 4
     assert args.pipeline_model_parallel_layout is None
     for schedule in ("v-half", "interleaved"):
         with pytest.raises(UsageError, match=r"--hybrid-override-pattern .* cannot be combined"):
-            adapter_of(parsed(f"--pipeline-schedule {schedule}", **stock))
+            adapter_of(parsed(f"--pipeline-schedule {schedule}", **upstream))
 
 
 @pytest.mark.parametrize(
-    ("line", "stock", "words"),
+    ("line", "upstream", "words"),
     [
         ("v-half", {"hybrid_layer_pattern": "M*|-M|M*|-M"}, "it has 4 segments ('|') and the"),
         ("zb-h1", {"hybrid_layer_pattern": "M*|-M|M*"}, "has 3 segments ('|') and the schedule"),
@@ -474,10 +478,10 @@ def test_a_hybrid_pattern_of_megatron_0_16_keeps_its_own_placement() -> None:
     ],
 )
 def test_a_hybrid_pattern_that_cannot_be_placed(
-    line: str, stock: dict[str, Any], words: str
+    line: str, upstream: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
-        adapter_of(parsed(f"--pipeline-schedule {line}", num_layers=None, **stock))
+        adapter_of(parsed(f"--pipeline-schedule {line}", num_layers=None, **upstream))
     assert words in str(refused.value)
 
 
@@ -488,7 +492,7 @@ def test_chunks_of_a_table_are_not_those_of_a_pattern(table: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "stock", "by_layer"),
+    ("line", "upstream", "by_layer"),
     [
         ("--pipeline-schedule v-half", {}, True),
         ("--pipeline-schedule v-half --pipeline-random-streams rank", {}, False),
@@ -514,9 +518,9 @@ def test_chunks_of_a_table_are_not_those_of_a_pattern(table: Path) -> None:
     ],
 )
 def test_layers_that_move_draw_from_streams_of_their_own(
-    line: str, stock: dict[str, Any], by_layer: bool
+    line: str, upstream: dict[str, Any], by_layer: bool
 ) -> None:
-    adapter = adapter_of(parsed(line, **stock))
+    adapter = adapter_of(parsed(line, **upstream))
     assert adapter.draws_by_layer is by_layer
     assert ("separate RNG states" in adapter.describe()) is by_layer
 

@@ -157,12 +157,12 @@ def test_auto_is_refused_before_it_searches() -> None:
 def test_packed_samples_are_served_where_every_stage_hears_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    line, stock = "--pipeline-schedule zb-h1", {"sft": True}
+    line, upstream = "--pipeline-schedule zb-h1", {"sft": True}
     monkeypatch.setattr(versions, "core_series", lambda: versions.WITHOUT_SAMPLE_ENDS)
     with pytest.raises(UsageError, match=r"^--sft cannot be combined with .* zb-h1: Megatron-LM"):
-        adapter_of(parsed(line, **stock))
+        adapter_of(parsed(line, **upstream))
     monkeypatch.setattr(versions, "core_series", lambda: (0, 17))
-    adapter_of(parsed(line, **stock))
+    adapter_of(parsed(line, **upstream))
 
 
 @pytest.mark.parametrize(
@@ -222,9 +222,9 @@ def test_what_no_step_can_be_taken_back_with_is_documented() -> None:
 def test_flags_that_need_a_schedule(line: str) -> None:
     with pytest.raises(UsageError, match=f"{line.split()[0]} needs --pipeline-schedule, such as"):
         check_unscheduled(parsed(line), MEGATRON_LM)
-    stock = {"optimizer": "adam", "rerun_mode": "validate_results"}
+    upstream = {"optimizer": "adam", "rerun_mode": "validate_results"}
     line = f"{POST_VALIDATION} --pipeline-schedule v-zb"
-    adapter_of(parsed(line, **stock))
+    adapter_of(parsed(line, **upstream))
 
 
 @pytest.mark.parametrize("value", [None, False])
@@ -271,16 +271,16 @@ OVERLAPPING = {
 
 
 @pytest.mark.parametrize(
-    ("stock", "said"),
+    ("upstream", "said"),
     [
         ({"bf16": False}, "float32"),
         ({"cuda_graph_impl": "transformer_engine"}, "CUDA graphs (transformer_engine)"),
     ],
 )
-def test_precision_and_graphs_of_pairs(stock: dict[str, Any], said: str) -> None:
+def test_precision_and_graphs_of_pairs(upstream: dict[str, Any], said: str) -> None:
     line = "--pipeline-schedule v-half --pipeline-random-streams rank"
     with pytest.raises(UsageError) as refused:
-        adapter_of(parsed(line, **(OVERLAPPING | stock)))
+        adapter_of(parsed(line, **(OVERLAPPING | upstream)))
     assert str(refused.value).startswith(
         f"{said} cannot be combined with --overlap-moe-expert-parallel-comm: "
     )
@@ -342,7 +342,7 @@ def test_a_table_that_drops_or_moves_says_so_itself(
 
 
 @pytest.mark.parametrize(
-    ("stock", "why"),
+    ("upstream", "why"),
     [
         ({"cuda_graph_impl": "local"}, "its graphs share tensors"),
         ({"enable_cuda_graph": True}, "its graphs share tensors"),
@@ -352,10 +352,10 @@ def test_a_table_that_drops_or_moves_says_so_itself(
         ),
     ],
 )
-def test_cuda_graphs_that_would_be_wrong(stock: dict[str, Any], why: str) -> None:
+def test_cuda_graphs_that_would_be_wrong(upstream: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError) as refused:
-        adapter_of(parsed("--pipeline-schedule zb-h1", **stock))
-    kind = stock.get("cuda_graph_impl", "local")
+        adapter_of(parsed("--pipeline-schedule zb-h1", **upstream))
+    kind = upstream.get("cuda_graph_impl", "local")
     assert str(refused.value).startswith(
         f"CUDA graphs ({kind}) cannot be combined with --pipeline-schedule zb-h1: {why}"
     )
@@ -370,15 +370,15 @@ def test_a_schedule_that_graphs_keep_to_is_not_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stock", "flag"),
+    ("upstream", "flag"),
     [
         ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "--fp8-recipe delayed"),
         ({"fp4": "e2m1"}, "--fp4-format e2m1"),
         ({"moe_paged_stash": True}, "--moe-paged-stash"),
     ],
 )
-def test_a_step_that_cannot_run_twice_is_not_verified(stock: dict[str, Any], flag: str) -> None:
-    adapter_of(parsed("--pipeline-schedule v-half", **stock))
+def test_a_step_that_cannot_run_twice_is_not_verified(upstream: dict[str, Any], flag: str) -> None:
+    adapter_of(parsed("--pipeline-schedule v-half", **upstream))
     with pytest.raises(UsageError, match=f"^{flag} cannot be combined with --pipeline-verify: "):
-        adapter_of(parsed("--pipeline-schedule v-half --pipeline-verify", **stock))
+        adapter_of(parsed("--pipeline-schedule v-half --pipeline-verify", **upstream))
     adapter_of(parsed("--pipeline-schedule v-half --pipeline-verify", fp8_recipe="delayed"))

@@ -27,7 +27,7 @@ def planned(name: str, **how: Any) -> PipelineAdapter:
     return scheduled(name, pipeline_size=2, num_microbatches=4, layers=Layers(8), **how)
 
 
-def stock(**changed: Any) -> argparse.Namespace:
+def upstream(**changed: Any) -> argparse.Namespace:
     sizes = {"pipeline_model_parallel_size": 2, "num_layers": 8}
     flags = {"use_distributed_optimizer": True, "finetune": False, "no_load_optim": False}
     return argparse.Namespace(**{**sizes, **flags, **changed})
@@ -51,37 +51,37 @@ def load(
     **flags: Any,
 ) -> None:
     """Check a checkpoint of the first for a run of the second."""
-    saved_args = saved if isinstance(saved, argparse.Namespace) else stock()
+    saved_args = saved if isinstance(saved, argparse.Namespace) else upstream()
     if isinstance(saved, PipelineAdapter):
         stored_placement.mark(saved_args, saved)
     state = {"args": saved_args, "content_metadata": {"distrib_optim_sharding_type": sharding}}
-    args = run if isinstance(run, argparse.Namespace) else stock(**flags)
+    args = run if isinstance(run, argparse.Namespace) else upstream(**flags)
     adapter = run if isinstance(run, PipelineAdapter) else None
     stored_placement.check((state, "iter_0000002", False, kind), args, adapter)
 
 
 SAME = [
-    (stock(), planned("zb-h1")),
-    (planned("zb-h1"), stock()),
+    (upstream(), planned("zb-h1")),
+    (planned("zb-h1"), upstream()),
     (planned("zb-h1"), planned("1f1b")),
     (planned("v-half"), planned("v-zb")),
-    (stock(virtual_pipeline_model_parallel_size=2), planned("interleaved")),
+    (upstream(virtual_pipeline_model_parallel_size=2), planned("interleaved")),
     (
-        stock(pipeline_model_parallel_layout="Et*5|t*3L"),
+        upstream(pipeline_model_parallel_layout="Et*5|t*3L"),
         planned("zb-h1", layer_layout="Ettttt|tttL"),
     ),
-    (stock(), stock(pipeline_model_parallel_size=4)),  # Megatron's own affair
+    (upstream(), upstream(pipeline_model_parallel_size=4)),  # Megatron's own affair
 ]
 OTHER = [
-    (stock(), planned("v-half")),
-    (planned("v-half"), stock()),
-    (stock(), planned("interleaved")),
-    (planned("interleaved"), stock()),
+    (upstream(), planned("v-half")),
+    (planned("v-half"), upstream()),
+    (upstream(), planned("interleaved")),
+    (planned("interleaved"), upstream()),
     (planned("interleaved"), planned("zb-h1")),
     (planned("v-half"), planned("wave")),
     (planned("v-half"), planned("v-half", layer_layout="Ett|ttt|tt|tL")),
-    (stock(pipeline_model_parallel_layout="Et*5|t*3L"), planned("zb-h1")),
-    (stock(decoder_first_pipeline_num_layers=3), planned("zb-h1")),
+    (upstream(pipeline_model_parallel_layout="Et*5|t*3L"), planned("zb-h1")),
+    (upstream(decoder_first_pipeline_num_layers=3), planned("zb-h1")),
 ]
 
 
@@ -108,4 +108,4 @@ def test_weights_alone_go_anywhere(flag: dict[str, Any]) -> None:
 
 
 def test_what_says_nothing_of_itself_is_left_to_megatron() -> None:
-    stored_placement.check(({}, "release", True, GLOBAL), stock(), planned("v-half"))
+    stored_placement.check(({}, "release", True, GLOBAL), upstream(), planned("v-half"))

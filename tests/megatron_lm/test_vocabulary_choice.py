@@ -38,8 +38,8 @@ NARROW: dict[str, Any] = {
 }
 
 
-def adapter(line: str, build: catalog.Build = catalog.build, **stock: Any) -> PipelineAdapter:
-    return adapter_of(parsed(f"--pipeline-schedule {line}", **{**USUAL, **stock}), build)
+def adapter(line: str, build: catalog.Build = catalog.build, **upstream: Any) -> PipelineAdapter:
+    return adapter_of(parsed(f"--pipeline-schedule {line}", **{**USUAL, **upstream}), build)
 
 
 def is_cut(found: PipelineAdapter) -> bool:
@@ -53,8 +53,8 @@ def said(found: PipelineAdapter) -> str:
     return found.describe().splitlines()[-1].strip()
 
 
-def seconds(found: PipelineAdapter, **stock: Any) -> float:
-    ends = ends_of(parsed("", **{**USUAL, **stock}))
+def seconds(found: PipelineAdapter, **upstream: Any) -> float:
+    ends = ends_of(parsed("", **{**USUAL, **upstream}))
     assert ends is not None
     layers = tuple(letters.count("t") for letters in found.layer_layout.letters)
     costs = costs_beside(found.schedule.placement, layers, ends, cut=is_cut(found))
@@ -88,7 +88,7 @@ def test_auto_is_never_slower_than_either(name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stock", "words"),
+    ("upstream", "words"),
     [
         ({}, "its size is not known before the tokenizer is read: give --vocab-size"),
         ({"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion: the loss is put toget"),
@@ -100,16 +100,16 @@ def test_auto_is_never_slower_than_either(name: str, rows: int) -> None:
         ),
     ],
 )
-def test_what_cannot_be_cut_stays_whole_and_says_why(stock: dict[str, Any], words: str) -> None:
-    size = {} if not stock else {"vocab_size": LARGE}
-    found = adapter("v-half --pipeline-vocabulary auto", **{**size, **stock})
+def test_what_cannot_be_cut_stays_whole_and_says_why(upstream: dict[str, Any], words: str) -> None:
+    size = {} if not upstream else {"vocab_size": LARGE}
+    found = adapter("v-half --pipeline-vocabulary auto", **{**size, **upstream})
     assert not is_cut(found)
     assert said(found).startswith("the output layer stays whole: ")
     assert words in said(found)
 
 
 @pytest.mark.parametrize(
-    ("stock", "words"),
+    ("upstream", "words"),
     [
         ({"mtp_detach_heads": True}, "the weight would get the gradient of multi-token prediction"),
         ({"hybrid_layer_pattern": "M*-E"}, "only GPTModel is supported"),
@@ -119,11 +119,11 @@ def test_what_cannot_be_cut_stays_whole_and_says_why(stock: dict[str, Any], word
     ids=["detached", "hybrid", "graphs", "post-validation"],
 )
 def test_what_cannot_be_combined_is_refused_in_a_sentence(
-    stock: dict[str, Any], words: str
+    upstream: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
-        adapter("v-half --pipeline-vocabulary on", vocab_size=LARGE, **stock)
-    said, [name] = str(refused.value), stock
+        adapter("v-half --pipeline-vocabulary on", vocab_size=LARGE, **upstream)
+    said, [name] = str(refused.value), upstream
     assert said.startswith(f"--{name.replace('_', '-')}")
     assert "cannot be combined with --pipeline-vocabulary on: " in said and words in said
     assert "\n" not in said
@@ -210,7 +210,7 @@ def test_every_rank_hears_why_the_cut_is_refused() -> None:
 
 
 def on_ranks(
-    count: int, *, refused: str = "", **stock: Any
+    count: int, *, refused: str = "", **upstream: Any
 ) -> tuple[list[PipelineAdapter], list[int]]:
     """The adapters of so many ranks, and the ranks that have built a schedule for them."""
     store, built = HashStore(), []
@@ -223,7 +223,7 @@ def on_ranks(
             return catalog.build(name, **request)
 
         shared = SharedBuild(lambda: store, rank, count, build, seconds=60)
-        return adapter("v-half --pipeline-vocabulary auto", shared, **stock)
+        return adapter("v-half --pipeline-vocabulary auto", shared, **upstream)
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(of, range(count))), built

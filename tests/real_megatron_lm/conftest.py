@@ -45,9 +45,9 @@ def patched(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stock_checkpoint(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def upstream_checkpoint(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two iterations of Megatron's own 1F1B on 4 ranks, saved as torch_dist."""
-    folder = tmp_path_factory.mktemp("stock")
+    folder = tmp_path_factory.mktemp("upstream")
     run = pretrain(
         checkout, MODEL, PIPELINE, f"--exit-interval 2 --save {folder} --save-interval 2"
     )
@@ -56,9 +56,9 @@ def stock_checkpoint(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
-def stock(checkout: Path, stock_checkpoint: Path) -> Logged:
+def upstream(checkout: Path, upstream_checkpoint: Path) -> Logged:
     """The next five iterations of Megatron's own 1F1B."""
-    run = pretrain(checkout, MODEL, PIPELINE, f"--load {stock_checkpoint}")
+    run = pretrain(checkout, MODEL, PIPELINE, f"--load {upstream_checkpoint}")
     assert run.code == 0, run.output
     assert list(run.losses) == [3, 4, 5, 6, 7]
     assert set(run.evaluations) == {"validation after 7", "test after 7"}
@@ -76,7 +76,7 @@ def checkpoint_of_two(checkout: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session")
-def stock_of_two(checkout: Path, checkpoint_of_two: Path) -> Logged:
+def upstream_of_two(checkout: Path, checkpoint_of_two: Path) -> Logged:
     """The next five iterations of Megatron's own 1F1B on 2 ranks."""
     run = pretrain(checkout, MODEL, PIPELINE_OF_TWO, f"--load {checkpoint_of_two}", ranks=2)
     assert list(run.losses) == [3, 4, 5, 6, 7], run.output

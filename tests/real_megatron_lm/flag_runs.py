@@ -63,29 +63,29 @@ def train(
     )
 
 
-def check_same(run: Logged, stock: Logged) -> None:
+def check_same(run: Logged, upstream: Logged) -> None:
     """The same iterations and losses; sums over other ranks differ in the last bits of fp32."""
     assert run.ended.code == 0, run.error
     for name, rel in (("losses", 3e-7), ("norms", 3e-6), ("evaluations", 3e-7)):
-        ours, theirs = getattr(run, name), getattr(stock, name)
-        assert ours == pytest.approx(theirs, rel=rel), f"{name} {ours}, but stock has {theirs}"
+        ours, theirs = getattr(run, name), getattr(upstream, name)
+        assert ours == pytest.approx(theirs, rel=rel), f"{name} {ours}, but upstream has {theirs}"
 
 
 def check_schedules(
     checkout: Path, folder: Path, flags: str, schedules: Sequence[str], sizes: str = ""
 ) -> Logged:
-    """Stock on two ranks, and each schedule, from a checkpoint that stock has saved."""
+    """Upstream on two ranks, and each schedule, from a checkpoint that upstream has saved."""
     saving = f"{sizes} --save {folder} --save-interval 2 --exit-interval 2"
     saved = train(checkout, saving)
     assert saved.ended.code == 0, saved.error
-    stock = train(checkout, f"{sizes} {flags} --load {folder}")
-    assert stock.losses, stock.error
+    upstream = train(checkout, f"{sizes} {flags} --load {folder}")
+    assert upstream.losses, upstream.error
     for schedule in schedules:
         name, _, ranks = schedule.partition(" on ")
         number = int(ranks or 2)
         chosen = f"{sizes} {flags} --load {folder} --pipeline-schedule {name}"
-        check_same(train(checkout, chosen, number, number), stock)
-    return stock
+        check_same(train(checkout, chosen, number, number), upstream)
+    return upstream
 
 
 def make_texts(folder: Path) -> Path:

@@ -132,22 +132,22 @@ def _read(code: int, output: str) -> Logged:
     return logged
 
 
-def check_equal(run: Logged, stock: Logged) -> None:
+def check_equal(run: Logged, upstream: Logged) -> None:
     """Losses, gradient norms and evaluation as texts."""
     assert run.code == 0, run.output
-    assert run.losses and run.losses == stock.losses
-    assert run.norms == stock.norms
-    assert run.evaluations == stock.evaluations
+    assert run.losses and run.losses == upstream.losses
+    assert run.norms == upstream.norms
+    assert run.evaluations == upstream.evaluations
 
 
-def check_near(run: Logged, stock: Logged) -> None:
+def check_near(run: Logged, upstream: Logged) -> None:
     """What is logged, but for rounding: a unit of the last of seven digits."""
     assert run.code == 0, run.output
     for name in ("losses", "evaluations"):
-        ours, theirs = getattr(run, name), getattr(stock, name)
+        ours, theirs = getattr(run, name), getattr(upstream, name)
         assert theirs and ours.keys() == theirs.keys()
         for key, text in theirs.items():
             assert float(ours[key]) == pytest.approx(float(text), rel=1e-6)
-    assert run.norms.keys() == stock.norms.keys()
-    for step, text in stock.norms.items():
+    assert run.norms.keys() == upstream.norms.keys()
+    for step, text in upstream.norms.items():
         assert float(run.norms[step]) == pytest.approx(float(text), abs=1.01e-3)

@@ -41,7 +41,7 @@ def v_half(checkout: Path, v_half_checkpoint: Path) -> Logged:
         (2, "--pipeline-model-parallel-size 2 --pipeline-schedule v-min"),
         (2, "--pipeline-model-parallel-size 2 --pipeline-schedule wave"),
     ],
-    ids=["stock", "zb-2p", "interleaved", "stock-p2", "v-min-p2", "wave-p2"],
+    ids=["upstream", "zb-2p", "interleaved", "upstream-p2", "v-min-p2", "wave-p2"],
 )
 def test_a_checkpoint_of_v_half_goes_on_anywhere(
     checkout: Path, v_half_checkpoint: Path, v_half: Logged, ranks: int, flags: str
@@ -50,27 +50,27 @@ def test_a_checkpoint_of_v_half_goes_on_anywhere(
     check_equal(run, v_half)
 
 
-def test_a_stock_checkpoint_goes_on_at_another_size(
-    checkout: Path, stock_checkpoint: Path, stock: Logged
+def test_a_upstream_checkpoint_goes_on_at_another_size(
+    checkout: Path, upstream_checkpoint: Path, upstream: Logged
 ) -> None:
-    flags = f"--pipeline-model-parallel-size 2 {V_HALF} --load {stock_checkpoint}"
-    check_equal(pretrain(checkout, MODEL, flags, ranks=2), stock)
+    flags = f"--pipeline-model-parallel-size 2 {V_HALF} --load {upstream_checkpoint}"
+    check_equal(pretrain(checkout, MODEL, flags, ranks=2), upstream)
 
 
 def test_where_gradients_are_clipped_the_last_digit_may_differ(
-    checkout: Path, stock_checkpoint: Path
+    checkout: Path, upstream_checkpoint: Path
 ) -> None:
     """The norm, by which they are divided, is summed over ranks that hold other layers."""
     clipping = MODEL.replace("--clip-grad 100", "--clip-grad 0.3")
-    flags = f"{PIPELINE} --load {stock_checkpoint}"
-    stock = pretrain(checkout, clipping, flags)
-    assert all(float(norm) > 0.3 for norm in stock.norms.values())
+    flags = f"{PIPELINE} --load {upstream_checkpoint}"
+    upstream = pretrain(checkout, clipping, flags)
+    assert all(float(norm) > 0.3 for norm in upstream.norms.values())
     for schedule in ("v-zb", "v-half", "auto"):
         run = pretrain(checkout, clipping, flags, f"--pipeline-schedule {schedule}")
         assert list(run.losses) == [3, 4, 5, 6, 7], run.output
-        for step, loss in stock.losses.items():
+        for step, loss in upstream.losses.items():
             assert float(run.losses[step]) == pytest.approx(float(loss), abs=2.01e-6)
-            assert float(run.norms[step]) == pytest.approx(float(stock.norms[step]), abs=1.01e-3)
+            assert float(run.norms[step]) == pytest.approx(float(upstream.norms[step]), abs=1.01e-3)
 
 
 DISTRIBUTED = (
@@ -119,10 +119,12 @@ def test_a_v_with_replicas_saves_and_all_go_on(checkout: Path, tmp_path: Path, f
     saved = pretrain(checkout, MODEL, REPLICAS, flags, V_HALF, save)
     assert saved.code == 0, saved.output
     load = f"--load {tmp_path} --exit-interval 4 --ckpt-fully-parallel-load"
-    stock = pretrain(checkout, MODEL, REPLICAS, flags, load)
-    assert list(stock.losses) == [3, 4], stock.output
-    check_equal(pretrain(checkout, MODEL, REPLICAS, flags, load, V_HALF), stock)
-    check_equal(pretrain(checkout, MODEL, REPLICAS, flags, load, "--pipeline-schedule v-zb"), stock)
+    upstream = pretrain(checkout, MODEL, REPLICAS, flags, load)
+    assert list(upstream.losses) == [3, 4], upstream.output
+    check_equal(pretrain(checkout, MODEL, REPLICAS, flags, load, V_HALF), upstream)
+    check_equal(
+        pretrain(checkout, MODEL, REPLICAS, flags, load, "--pipeline-schedule v-zb"), upstream
+    )
 
 
 def test_a_v_with_two_learning_rates_saves_and_all_go_on(checkout: Path, tmp_path: Path) -> None:
@@ -134,9 +136,9 @@ def test_a_v_with_two_learning_rates_saves_and_all_go_on(checkout: Path, tmp_pat
     saved = pretrain(checkout, MODEL, PIPELINE, flags, V_HALF, saving)
     assert saved.code == 0, saved.output
     load = f"--load {tmp_path} --exit-interval 4"
-    stock = pretrain(checkout, MODEL, PIPELINE, flags, load)
-    assert list(stock.losses) == [3, 4], stock.output
-    check_equal(pretrain(checkout, MODEL, PIPELINE, flags, load, V_HALF), stock)
+    upstream = pretrain(checkout, MODEL, PIPELINE, flags, load)
+    assert list(upstream.losses) == [3, 4], upstream.output
+    check_equal(pretrain(checkout, MODEL, PIPELINE, flags, load, V_HALF), upstream)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_a_v_with_two_learning_rates_saves_and_all_go_on(checkout: Path, tmp_pat
 def test_ranks_without_experts_load_and_save_an_optimizer_without_weights(
     checkout: Path, tmp_path: Path, optimizer: str
 ) -> None:
-    """The rank with both ends of a V has the dense layers alone; stock has experts on all ranks."""
+    """The rank with both ends of a V has only dense layers; upstream has experts on all ranks."""
     experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --disable-bias-linear"
     spread = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
     model = f"{REPLICAS} {experts} {spread} --num-layers 4 --moe-layer-freq [0,1,1,0]"
@@ -156,13 +158,13 @@ def test_ranks_without_experts_load_and_save_an_optimizer_without_weights(
     saved = pretrain(checkout, MODEL, flags, saving)
     assert saved.code == 0, saved.output
     load = f"--load {tmp_path} --exit-interval 4"
-    stock = pretrain(checkout, MODEL, flags, load)
+    upstream = pretrain(checkout, MODEL, flags, load)
     again = f"--save {tmp_path} --save-interval 4"
-    check_equal(pretrain(checkout, MODEL, flags, load, V_HALF, again), stock)
+    check_equal(pretrain(checkout, MODEL, flags, load, V_HALF, again), upstream)
     load = f"--load {tmp_path} --exit-interval 6"
-    stock = pretrain(checkout, MODEL, flags, load)
-    assert list(stock.losses) == [5, 6], stock.output
-    check_equal(pretrain(checkout, MODEL, flags, load, V_HALF), stock)
+    upstream = pretrain(checkout, MODEL, flags, load)
+    assert list(upstream.losses) == [5, 6], upstream.output
+    check_equal(pretrain(checkout, MODEL, flags, load, V_HALF), upstream)
 
 
 def test_the_default_format_goes_on_in_32_bits(checkout: Path, tmp_path: Path) -> None:
@@ -189,22 +191,22 @@ def test_states_of_padded_buckets_are_written_right_and_wrong_ones_refused(
     checkout: Path, tmp_path: Path
 ) -> None:
     save = f"--exit-interval 2 --save-interval 2 --save {tmp_path}"
-    wrong = pretrain(checkout, MODEL, PADDED, OWN, f"{save}/stock")
+    wrong = pretrain(checkout, MODEL, PADDED, OWN, f"{save}/upstream")
     assert wrong.code == 0, wrong.output
-    run = pretrain(checkout, MODEL, PADDED, V_HALF, f"--load {tmp_path}/stock")
+    run = pretrain(checkout, MODEL, PADDED, V_HALF, f"--load {tmp_path}/upstream")
     assert run.code != 0
     assert "is not that of its weights" in run.error
     assert run.error.count("\n") == 0
-    flags = f"--load {tmp_path}/stock --no-load-optim --exit-interval 3"
+    flags = f"--load {tmp_path}/upstream --no-load-optim --exit-interval 3"
     weights = pretrain(checkout, MODEL, PADDED, V_HALF, flags)
     assert list(weights.losses) == [3], weights.output
 
     right = pretrain(checkout, MODEL, PADDED, V_HALF, f"{save}/ours")
     assert right.code == 0, right.output
     load = f"--load {tmp_path}/ours --exit-interval 4"
-    stock = pretrain(checkout, MODEL, PADDED, OWN, load)
-    assert list(stock.losses) == [3, 4], stock.output
-    check_equal(pretrain(checkout, MODEL, PADDED, load, "--pipeline-schedule v-zb"), stock)
+    upstream = pretrain(checkout, MODEL, PADDED, OWN, load)
+    assert list(upstream.losses) == [3, 4], upstream.output
+    check_equal(pretrain(checkout, MODEL, PADDED, load, "--pipeline-schedule v-zb"), upstream)
 
 
 def test_the_legacy_format_is_refused_in_a_v(checkout: Path, tmp_path: Path) -> None:

@@ -46,6 +46,6 @@ def test_the_encoders_length_stands_for_the_sequences(
 ) -> None:
     saved = train(checkout, START.format(folder=tmp_path))
     assert saved.ended.code == 0, saved.error
-    stock = train(checkout, f"--load {tmp_path}")
+    upstream = train(checkout, f"--load {tmp_path}")
     flags = f"--encoder-seq-length 32 --load {tmp_path} --pipeline-schedule {schedule}"
-    check_same(train(checkout, flags, left_out="--seq-length"), stock)
+    check_same(train(checkout, flags, left_out="--seq-length"), upstream)

@@ -1,4 +1,4 @@
-"""Flags that change which stages read data, or how often: the losses are stock's."""
+"""Flags that change which stages read data, or how often: the losses are upstream's."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ EIGHT_LAYERS = "--num-layers 8"
 
 
 def test_no_stage_attends_across_documents(checkout: Path, tmp_path: Path) -> None:
-    """Stock has no mask on inner stages, so its losses on 2 ranks are the right ones."""
+    """Upstream has no mask on inner stages, so its losses on 2 ranks are the right ones."""
     flags = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
     schedules = ("v-half", "v-half --pipeline-vocabulary on", "zb-h1 on 4", "interleaved on 4")
-    stock = check_schedules(checkout, tmp_path / "start", flags, schedules, EIGHT_LAYERS)
+    upstream = check_schedules(checkout, tmp_path / "start", flags, schedules, EIGHT_LAYERS)
     sliced = f"--pipeline-schedule zb-h1 --pipeline-slices 4 --load {tmp_path / 'start'}"
     on_slices = train(checkout, f"{EIGHT_LAYERS} {flags} {sliced}", ranks=4, pipeline=4)
-    assert on_slices.losses == pytest.approx(stock.losses, rel=1e-6), on_slices.error
+    assert on_slices.losses == pytest.approx(upstream.losses, rel=1e-6), on_slices.error
     plain = train(checkout, f"{EIGHT_LAYERS} --load {tmp_path / 'start'}")
-    assert stock.losses != pytest.approx(plain.losses, rel=1e-4), "no document ends in a sample"
+    assert upstream.losses != pytest.approx(plain.losses, rel=1e-4), "no document ends in a sample"
 
 
 def test_skipped_iterations_read_the_data_of_every_chunk(checkout: Path, tmp_path: Path) -> None:
     flags = "--iterations-to-skip 4"
     schedules = ("v-half", "zb-h1 on 4", "v-zb --enable-optimizer-post-validation")
-    stock = check_schedules(checkout, tmp_path / "start", flags, schedules, EIGHT_LAYERS)
-    trained = set(stock.losses)
+    upstream = check_schedules(checkout, tmp_path / "start", flags, schedules, EIGHT_LAYERS)
+    trained = set(upstream.losses)
     # One is left out: the fifth, or since 0.19 the fourth.
     assert len(set(range(3, max(trained))) - trained) == 1
 
@@ -40,8 +40,8 @@ def test_every_validation_set_is_evaluated_on_all_chunks(checkout: Path, tmp_pat
     )
     start = tmp_path / "start"
     assert not train(checkout, f"--save {start} --save-interval 2 --exit-interval 2").ended.code
-    stock = train(checkout, f"{flags} --load {start}", left_out=left_out)
-    assert {name.split()[0] for name in stock.evaluations} == {"validation-0", "validation-1"}
+    upstream = train(checkout, f"{flags} --load {start}", left_out=left_out)
+    assert {name.split()[0] for name in upstream.evaluations} == {"validation-0", "validation-1"}
     for schedule in ("v-half", "zb-h1"):
         chosen = f"{flags} --load {start} --pipeline-schedule {schedule}"
-        check_same(train(checkout, chosen, left_out=left_out), stock)
+        check_same(train(checkout, chosen, left_out=left_out), upstream)

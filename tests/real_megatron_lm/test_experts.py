@@ -16,9 +16,9 @@ EXPERTS = """
 
 def test_a_bias_of_experts_is_updated_as_megatron_does(checkout: Path) -> None:
     """zb-h1 has its layers where Megatron has them, and so the same weights at the start."""
-    stock = pretrain(checkout, MODEL, EXPERTS, ranks=2)
-    assert stock.code == 0, stock.output
+    upstream = pretrain(checkout, MODEL, EXPERTS, ranks=2)
+    assert upstream.code == 0, upstream.output
     ours = pretrain(checkout, MODEL, EXPERTS, "--pipeline-schedule zb-h1", ranks=2)
     assert ours.code == 0, ours.output
-    assert list(stock.losses) == [1, 2, 3]
-    assert ours.losses == stock.losses
+    assert list(upstream.losses) == [1, 2, 3]
+    assert ours.losses == upstream.losses

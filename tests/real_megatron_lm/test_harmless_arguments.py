@@ -1,4 +1,4 @@
-"""Every argument that is said to be harmless, tried: it logs what stock logs with it."""
+"""Every argument that is said to be harmless, tried: it logs what upstream logs with it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def flags_of(trial: Trial, start: Path, folder: Path, texts: Path | None) -> str
 
 
 def run(checkout: Path, trial: Trial, schedule: str, places: dict[str, Any]) -> Logged:
-    folder = places["folder"] / (schedule.replace(" ", "") or "stock")
+    folder = places["folder"] / (schedule.replace(" ", "") or "upstream")
     folder.mkdir()
     chosen = f"--pipeline-schedule {schedule}" if schedule else ""
     flags = flags_of(trial, places["start"], folder, places["texts"])
@@ -75,11 +75,11 @@ def check_trial(
 ) -> None:
     places = {"start": start, "folder": folder, "texts": texts}
     places["start"] = started(checkout, trial, places)
-    stock = run(checkout, trial, "", places)
-    assert stock.ended.code == 0, stock.error
-    assert stock.losses or stock.evaluations
+    upstream = run(checkout, trial, "", places)
+    assert upstream.ended.code == 0, upstream.error
+    assert upstream.losses or upstream.evaluations
     for schedule in SCHEDULES[:2] if trial.keeps_vocabulary else SCHEDULES:
-        check_same(run(checkout, trial, schedule, places), stock)
+        check_same(run(checkout, trial, schedule, places), upstream)
 
 
 def trials() -> list[Trial]:

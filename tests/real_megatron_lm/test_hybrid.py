@@ -42,21 +42,21 @@ def with_the_script(checkout: Path) -> None:
 def test_a_checkpoint_goes_on_under_every_schedule(
     checkout: Path, tmp_path: Path, model: str
 ) -> None:
-    """From stock to V-Half and back, and to ZB-H1."""
-    save = f"--save {tmp_path / 'stock'} --save-interval 2 --exit-interval 2"
+    """From upstream to V-Half and back, and to ZB-H1."""
+    save = f"--save {tmp_path / 'upstream'} --save-interval 2 --exit-interval 2"
     train(checkout, model, save)
-    load = f"--load {tmp_path / 'stock'}"
-    stock = train(checkout, model, load)
-    assert list(stock.losses) == [3, 4, 5, 6, 7]
+    load = f"--load {tmp_path / 'upstream'}"
+    upstream = train(checkout, model, load)
+    assert list(upstream.losses) == [3, 4, 5, 6, 7]
     moved = f"{load} --save {tmp_path / 'v-half'} --save-interval 4"
     ours = train(checkout, model, moved, V_HALF)
-    check_equal(ours, stock)
+    check_equal(ours, upstream)
     assert "stage 3" in ours.output
-    check_equal(train(checkout, model, load, "--pipeline-schedule zb-h1"), stock)
+    check_equal(train(checkout, model, load, "--pipeline-schedule zb-h1"), upstream)
     back = train(checkout, model, f"--load {tmp_path / 'v-half'} --ckpt-step 4")
-    assert back.norms == {n: norm for n, norm in stock.norms.items() if n > 4}
+    assert back.norms == {n: norm for n, norm in upstream.norms.items() if n > 4}
     for n in (5, 7):  # of the second iteration Megatron-LM prints the mean with the first
-        assert back.losses[n] == stock.losses[n]
+        assert back.losses[n] == upstream.losses[n]
 
 
 def test_segments_of_other_lengths_and_the_older_name_of_the_script(

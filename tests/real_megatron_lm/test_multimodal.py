@@ -28,16 +28,16 @@ def trained(checkout: Path, *flags: str) -> Logged:
         (MODEL, "v-half --pipeline-random-streams rank"),
     ],
 )
-def test_a_model_with_images_logs_what_stock_logs(
+def test_a_model_with_images_logs_what_upstream_logs(
     checkout: Path, model: str, schedule: str
 ) -> None:
-    stock = trained(checkout, model)
+    upstream = trained(checkout, model)
     ours = trained(checkout, model, f"--pipeline-schedule {schedule}")
-    assert ours.code == stock.code == 0, ours.output + stock.output
-    assert len(stock.losses) == 7
-    assert ours.losses == stock.losses
-    assert ours.norms == stock.norms
-    assert ours.evaluations == stock.evaluations
+    assert ours.code == upstream.code == 0, ours.output + upstream.output
+    assert len(upstream.losses) == 7
+    assert ours.losses == upstream.losses
+    assert ours.norms == upstream.norms
+    assert ours.evaluations == upstream.evaluations
 
 
 def test_an_encoder_has_all_its_layers_beside_fewer_of_the_language_model(checkout: Path) -> None:

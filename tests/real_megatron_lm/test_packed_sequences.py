@@ -1,6 +1,6 @@
-"""Samples of several sequences, whose ends every stage has to know: the losses are stock's.
+"""Samples of several sequences, whose ends every stage has to know: the losses are upstream's.
 
-Stock without a stage between the first and the last is right in any case. Attention over packed
+Upstream without a stage between the first and the last is right in any case. Attention over packed
 sequences is for GPUs alone, so that another one stands in: see packed_attention.py.
 """
 
@@ -43,7 +43,7 @@ class Runs:
         return folder
 
     @cached_property
-    def stock(self) -> Logged:
+    def upstream(self) -> Logged:
         return self.train("")
 
     def train(self, flags: str, pipeline: int = 2, ranks: int = 0) -> Logged:
@@ -56,18 +56,18 @@ class Runs:
         return train(self.checkout, whole, ranks or pipeline, pipeline, self.left_out)
 
     def check(self, flags: str, pipeline: int) -> None:
-        """Check that losses are stock's to the last digit, and norms but for the order of sums."""
+        """Check that losses are upstream's to the last digit; norms, but for the order of sums."""
         run = self.train(flags, pipeline)
-        check_same(run, self.stock)
-        assert run.losses == self.stock.losses
-        assert run.evaluations == self.stock.evaluations != {}
+        check_same(run, self.upstream)
+        assert run.losses == self.upstream.losses
+        assert run.evaluations == self.upstream.evaluations != {}
 
-    def check_sliced(self, flags: str, pipeline: int, stock: Logged) -> None:
-        """Check that losses on token slices of four ranks are stock's but for rounding."""
+    def check_sliced(self, flags: str, pipeline: int, upstream: Logged) -> None:
+        """Check that losses on token slices of four ranks are upstream's but for rounding."""
         run = self.train(f"{flags} --pipeline-slices 4", pipeline, ranks=4)
         assert run.ended.code == 0, run.error
-        assert run.losses == pytest.approx(stock.losses, rel=1e-6)
-        assert run.evaluations == pytest.approx(stock.evaluations, rel=1e-6)
+        assert run.losses == pytest.approx(upstream.losses, rel=1e-6)
+        assert run.evaluations == pytest.approx(upstream.evaluations, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -107,29 +107,29 @@ def test_fine_tuning_on_conversations(conversations: Runs, flags: str, pipeline:
 
 
 def test_slices_of_conversations(conversations: Runs) -> None:
-    conversations.check_sliced(V_HALF, 4, conversations.stock)
+    conversations.check_sliced(V_HALF, 4, conversations.upstream)
 
 
 @full
 def test_tensor_parallel_ranks_are_told_of_conversations_in_slices(conversations: Runs) -> None:
     shared = "--tensor-model-parallel-size 2"  # pads the vocabulary
-    stock = conversations.train(shared, ranks=4)
-    conversations.check_sliced(f"{shared} {ZB_H1}", 2, stock)
+    upstream = conversations.train(shared, ranks=4)
+    conversations.check_sliced(f"{shared} {ZB_H1}", 2, upstream)
 
 
 @full
 def test_prompts_have_no_loss_in_a_cut_output_layer(conversations: Runs) -> None:
     run = conversations.train(f"{V_HALF} --pipeline-vocabulary on", pipeline=4)
-    check_same(run, conversations.stock)
+    check_same(run, conversations.upstream)
 
 
 @full
 def test_tensor_parallel_ranks_are_told_of_conversations(conversations: Runs) -> None:
     shared = "--tensor-model-parallel-size 2"
-    stock = conversations.train(shared, ranks=4)
-    assert stock.losses, stock.error
+    upstream = conversations.train(shared, ranks=4)
+    assert upstream.losses, upstream.error
     for schedule in (V_HALF, f"{ZB_H1} --sequence-parallel"):
-        check_same(conversations.train(f"{shared} {schedule}", ranks=4), stock)
+        check_same(conversations.train(f"{shared} {schedule}", ranks=4), upstream)
 
 
 @full
@@ -149,13 +149,13 @@ def test_conversations_are_counted_once(conversations: Runs, tmp_path: Path) -> 
     ("schedule", "pipeline"), [("v-half", 4), ("zb-h1", 4), pytest.param("v-half", 2, marks=full)]
 )
 def test_attention_within_documents(documents: Runs, schedule: str, pipeline: int) -> None:
-    """Stock itself has none on more than two ranks: its inner stages would read no data."""
+    """Upstream itself has none on more than two ranks: its inner stages would read no data."""
     documents.check(f"--pipeline-schedule {schedule}", pipeline)
 
 
 @pytest.mark.parametrize("schedule", ["v-half", pytest.param("zb-h1", marks=full)])
 def test_slices_of_documents(documents: Runs, schedule: str) -> None:
-    documents.check_sliced(f"--pipeline-schedule {schedule}", 4, documents.stock)
+    documents.check_sliced(f"--pipeline-schedule {schedule}", 4, documents.upstream)
 
 
 @pytest.fixture(scope="module")

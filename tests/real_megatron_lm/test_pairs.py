@@ -1,4 +1,4 @@
-"""Experts spread over ranks, with forwards and backwards in one pass: every digit is stock's."""
+"""Experts spread over ranks, with forwards and backwards in one pass: every digit is upstream's."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ OVERLAP = "--overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 
 @pytest.fixture(scope="module")
 def experts(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Logged]:
-    """Two iterations of stock without the flag, and what it logs in the next five."""
+    """Two iterations of upstream without the flag, and what it logs in the next five."""
     folder = tmp_path_factory.mktemp("experts")
     saving = f"--exit-interval 2 --save {folder} --save-interval 2"
     run = pretrain(checkout, MODEL, EXPERTS, saving)
     assert run.code == 0, run.output
-    stock = pretrain(checkout, MODEL, EXPERTS, f"--load {folder}")
-    assert list(stock.losses) == [3, 4, 5, 6, 7], stock.output
-    return folder, stock
+    upstream = pretrain(checkout, MODEL, EXPERTS, f"--load {folder}")
+    assert list(upstream.losses) == [3, 4, 5, 6, 7], upstream.output
+    return folder, upstream
 
 
 @pytest.mark.parametrize(
@@ -44,25 +44,25 @@ def experts(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         ("v-zb", "--pipeline-recompute auto --pipeline-memory-limit 0.75"),
     ],
 )
-def test_pairs_log_what_stock_logs(
+def test_pairs_log_what_upstream_logs(
     checkout: Path, experts: tuple[Path, Logged], name: str, more: str
 ) -> None:
-    folder, stock = experts
+    folder, upstream = experts
     flags = f"--load {folder} --pipeline-schedule {name} {OVERLAP} {more}"
     run = pretrain(checkout, MODEL, EXPERTS, flags)
-    check_equal(run, stock)
+    check_equal(run, upstream)
     assert re.search(r"  [1-9]\d* of 16 forwards run in one pass with a backward", run.output)
 
 
-def test_pairs_of_a_table_log_what_stock_logs(
+def test_pairs_of_a_table_log_what_upstream_logs(
     checkout: Path, experts: tuple[Path, Logged], tmp_path: Path
 ) -> None:
-    folder, stock = experts
+    folder, upstream = experts
     order = joined(schedules.build("interleaved", pipeline_size=2, num_microbatches=4))
     table = tmp_path / "pairs.csv"
     table.write_text(interchange.to_csv(order))
     flags = f"--load {folder} --pipeline-schedule-file {table} {OVERLAP}"
-    check_equal(pretrain(checkout, MODEL, EXPERTS, flags), stock)
+    check_equal(pretrain(checkout, MODEL, EXPERTS, flags), upstream)
 
 
 def test_pairs_are_profiled(checkout: Path, experts: tuple[Path, Logged], tmp_path: Path) -> None:
@@ -71,10 +71,10 @@ def test_pairs_are_profiled(checkout: Path, experts: tuple[Path, Logged], tmp_pa
     file = tmp_path / "run.yaml"
     longer = MODEL.replace("--train-iters 7", "--train-iters 16")
     flags = (longer, EXPERTS, f"--load {folder} --override-opt-param-scheduler")
-    stock = pretrain(checkout, *flags)
+    upstream = pretrain(checkout, *flags)
     measuring = f"--pipeline-profile {file} --pipeline-replan-every 13"
     run = pretrain(checkout, *flags, f"--pipeline-schedule v-half {OVERLAP} {measuring}")
-    check_equal(run, stock)
+    check_equal(run, upstream)
     assert sum("measured: going on with v-half" in line for line in run.said) == 1, run.said
     profile = read_profile(file)
     assert {(pair.forward, pair.backward) for pair in profile.pairs} <= {
@@ -92,4 +92,4 @@ def test_pairs_are_profiled(checkout: Path, experts: tuple[Path, Logged], tmp_pa
     exchange = read_profile(file).exchange
     assert exchange is not None
     assert f"an exchange between experts of {exchange.share:.0%} of a forward" in known.output
-    check_equal(known, stock)
+    check_equal(known, upstream)

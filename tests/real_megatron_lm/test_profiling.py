@@ -1,4 +1,4 @@
-"""The real pretrain_gpt.py measures itself, and goes on to the losses of stock."""
+"""The real pretrain_gpt.py measures itself, and goes on to the losses of upstream."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _LONGER = MODEL.replace("--train-iters 7", "--train-iters 14")
 
 
 def test_auto_measures_and_a_profile_balances(
-    checkout: Path, stock_checkpoint: Path, tmp_path: Path
+    checkout: Path, upstream_checkpoint: Path, tmp_path: Path
 ) -> None:
     """Auto profiles nine iterations, and another run takes its layers from the file."""
     file = tmp_path / "run.yaml"
-    load = f"--load {stock_checkpoint} --override-opt-param-scheduler"
+    load = f"--load {upstream_checkpoint} --override-opt-param-scheduler"
     flags = (_LONGER, PIPELINE, load)
-    stock = pretrain(checkout, *flags)
+    upstream = pretrain(checkout, *flags)
     auto = pretrain(checkout, *flags, f"--pipeline-schedule auto --pipeline-profile {file}")
-    check_equal(auto, stock)
+    check_equal(auto, upstream)
     assert len(auto.losses) > 9
     assert sum("measured: going on with auto" in line for line in auto.said) == 1, auto.said
     profile = read_profile(file)
@@ -38,6 +38,6 @@ def test_auto_measures_and_a_profile_balances(
     balanced = pretrain(
         checkout, *flags, f"--pipeline-schedule v-half --pipeline-layer-layout {file}"
     )
-    check_equal(balanced, stock)
+    check_equal(balanced, upstream)
     assert "stage 7 (output layer)" in balanced.output
     assert "layers are balanced for " in balanced.output

@@ -62,16 +62,16 @@ def test_a_resumed_run_agrees(checkout: Path, v_half: Logged, checkpoints: Path)
     assert resumed.evaluations == v_half.evaluations
 
 
-def test_where_layers_stay_the_draws_are_stocks(
+def test_where_layers_stay_the_draws_are_upstreams(
     checkout: Path, v_half: Logged, tmp_path: Path
 ) -> None:
-    """Also from the random states in a checkpoint, whatever stock Megatron makes of them."""
+    """Also from the random states in a checkpoint, whatever upstream Megatron makes of them."""
     half = ITERATIONS // 2
-    stock = run(checkout, 4, f"--save {tmp_path} --save-interval {half}")
-    check_equal(run(checkout, 4, "--pipeline-schedule zb-h1"), stock)
+    upstream = run(checkout, 4, f"--save {tmp_path} --save-interval {half}")
+    check_equal(run(checkout, 4, "--pipeline-schedule zb-h1"), upstream)
     load = f"--load {tmp_path} --ckpt-step {half}"
     resumed = run(checkout, 4, load)
     assert list(resumed.norms) == list(range(half + 1, ITERATIONS + 1))
     check_equal(run(checkout, 4, load, "--pipeline-schedule zb-h1"), resumed)
     by_rank = run(checkout, 4, "--pipeline-schedule v-half --pipeline-random-streams rank")
-    assert len({r.losses[1] for r in (stock, by_rank, v_half)}) == 3
+    assert len({r.losses[1] for r in (upstream, by_rank, v_half)}) == 3

@@ -1,4 +1,4 @@
-"""Activations that are dropped or moved, in the real pretrain_gpt.py: stock's every digit."""
+"""Activations that are dropped or moved, in the real pretrain_gpt.py: upstream's every digit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from real_megatron_lm.runs import MODEL, PIPELINE_OF_TWO, Logged, check_equal, p
 
 @pytest.fixture(scope="module")
 def start(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Logged]:
-    """Two iterations of stock, and what it logs in the next five."""
+    """Two iterations of upstream, and what it logs in the next five."""
     folder = tmp_path_factory.mktemp("start")
     saving = f"--exit-interval 2 --save {folder} --save-interval 2"
     run = pretrain(checkout, MODEL, PIPELINE_OF_TWO, saving, ranks=2)
     assert run.code == 0, run.output
-    stock = pretrain(checkout, MODEL, PIPELINE_OF_TWO, f"--load {folder}", ranks=2)
-    assert list(stock.losses) == [3, 4, 5, 6, 7], stock.output
-    return folder, stock
+    upstream = pretrain(checkout, MODEL, PIPELINE_OF_TWO, f"--load {folder}", ranks=2)
+    assert list(upstream.losses) == [3, 4, 5, 6, 7], upstream.output
+    return folder, upstream
 
 
 @pytest.mark.parametrize("name", ["v-half", "auto"])
@@ -31,30 +31,30 @@ def start(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
         ("--pipeline-offload auto --pipeline-memory-limit 0.5", "activations move to the host"),
     ],
 )
-def test_what_is_dropped_or_moved_logs_what_stock_logs(
+def test_what_is_dropped_or_moved_logs_what_upstream_logs(
     checkout: Path, start: tuple[Path, Logged], name: str, flags: str, said: str
 ) -> None:
-    folder, stock = start
+    folder, upstream = start
     chosen = f"--pipeline-schedule {name} {flags}"
     run = pretrain(checkout, MODEL, PIPELINE_OF_TWO, f"--load {folder}", chosen, ranks=2)
-    check_equal(run, stock)
+    check_equal(run, upstream)
     assert re.search(rf"  [1-9]\d* of \d+ {said}", run.output)
 
 
 @pytest.mark.parametrize("flag", ["--pipeline-recompute", "--pipeline-offload"])
-def test_a_run_with_states_measures_itself_and_logs_what_stock_logs(
+def test_a_run_with_states_measures_itself_and_logs_what_upstream_logs(
     checkout: Path, start: tuple[Path, Logged], tmp_path: Path, flag: str
 ) -> None:
     """Nine iterations that measure, and some with the order for what was measured."""
     folder, _ = start
     more = f"--load {folder} --train-iters 14 --override-opt_param-scheduler"
-    stock = pretrain(checkout, MODEL, PIPELINE_OF_TWO, more, ranks=2)
-    assert list(stock.losses) == list(range(3, 15)), stock.output
+    upstream = pretrain(checkout, MODEL, PIPELINE_OF_TWO, more, ranks=2)
+    assert list(upstream.losses) == list(range(3, 15)), upstream.output
     path = tmp_path / "run.yaml"
     chosen = f"--pipeline-schedule auto --pipeline-memory-limit 0.45 {flag} auto"
     profiled = f"--pipeline-profile {path}"
     run = pretrain(checkout, MODEL, PIPELINE_OF_TWO, more, chosen, profiled, ranks=2)
-    check_equal(run, stock)
+    check_equal(run, upstream)
     assert "megatron_zb: measured: going on with auto" in run.output
     profile = read_profile(path)
     assert profile.host_link is not None

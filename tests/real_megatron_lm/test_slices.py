@@ -21,19 +21,19 @@ from real_megatron_lm.runs import MODEL, PIPELINE_OF_TWO, Logged, check_near, pr
     ],
 )
 def test_two_ranks_log_what_megatron_logs(
-    checkout: Path, checkpoint_of_two: Path, stock_of_two: Logged, flags: str
+    checkout: Path, checkpoint_of_two: Path, upstream_of_two: Logged, flags: str
 ) -> None:
     asked = f"--load {checkpoint_of_two} --pipeline-schedule {flags}"
-    check_near(pretrain(checkout, MODEL, PIPELINE_OF_TWO, asked, ranks=2), stock_of_two)
+    check_near(pretrain(checkout, MODEL, PIPELINE_OF_TWO, asked, ranks=2), upstream_of_two)
 
 
 def test_tensor_ranks_that_read_no_data_receive_slices(
     checkout: Path, checkpoint_of_two: Path
 ) -> None:
     parallel = f"--load {checkpoint_of_two} --tensor-model-parallel-size 2 --sequence-parallel"
-    stock, sliced = (
+    upstream, sliced = (
         pretrain(checkout, MODEL, PIPELINE_OF_TWO, f"{parallel} {flags}", ranks=4)
         for flags in ("", "--pipeline-schedule v-zb --pipeline-slices 4")
     )
-    assert stock.code == 0, stock.output
-    check_near(sliced, stock)
+    assert upstream.code == 0, upstream.output
+    check_near(sliced, upstream)

@@ -27,7 +27,7 @@ class Start:
 
     flags: str
     folder: Path
-    stock: Logged
+    upstream: Logged
     shards: Logged
 
 
@@ -40,31 +40,31 @@ def start(
     saving = f"--exit-interval 2 --save {folder} --save-interval 2"
     run = pretrain(checkout, flags, saving, ranks=2)
     assert run.code == 0, run.output
-    stock, shards = (
+    upstream, shards = (
         pretrain(checkout, flags, f"--load {folder}", more, ranks=2) for more in ("", CUT)
     )
-    assert list(stock.losses) == [3, 4, 5, 6, 7], stock.output
-    return Start(flags, folder, stock, shards)
+    assert list(upstream.losses) == [3, 4, 5, 6, 7], upstream.output
+    return Start(flags, folder, upstream, shards)
 
 
-def test_shards_of_a_stock_checkpoint_log_what_stock_logs(start: Start) -> None:
-    check_near(start.shards, start.stock)
+def test_shards_of_a_upstream_checkpoint_log_what_upstream_logs(start: Start) -> None:
+    check_near(start.shards, start.upstream)
 
 
-def test_multi_token_prediction_logs_what_stock_logs(checkout: Path, tmp_path: Path) -> None:
+def test_multi_token_prediction_logs_what_upstream_logs(checkout: Path, tmp_path: Path) -> None:
     """Its losses, too; from a checkpoint of Megatron's own, whose last stage has two embeddings."""
     more = "--mtp-num-layers 2 --position-embedding-type rope"
     flags = f"{MODEL} {PIPELINE_OF_TWO} {WEIGHTS['untied']} {more}"
     saving = f"--exit-interval 2 --save {tmp_path} --save-interval 2"
     first = pretrain(checkout, flags, saving, ranks=2)
     assert first.code == 0, first.output
-    stock, shards = (
+    upstream, shards = (
         pretrain(checkout, flags, f"--load {tmp_path}", cut, ranks=2) for cut in ("", CUT)
     )
-    check_near(shards, stock)
+    check_near(shards, upstream)
     theirs, ours = (
         [float(text) for text in re.findall(r"mtp_\d loss: (\S+)", run.output)]
-        for run in (stock, shards)
+        for run in (upstream, shards)
     )
     assert len(theirs) == 2 * 5
     assert ours == pytest.approx(theirs, rel=1e-6)
@@ -82,15 +82,15 @@ def test_where_sends_wait_and_hosts_drain_shards_log_the_same(
     assert any((tmp_path / "sent").iterdir())
 
 
-def test_stock_goes_on_with_a_checkpoint_of_shards(
+def test_upstream_goes_on_with_a_checkpoint_of_shards(
     checkout: Path, start: Start, tmp_path: Path
 ) -> None:
     """As it does with one of its own, at the same iteration."""
     found = {}
-    for name, more in (("stock", ""), ("shards", CUT)):
+    for name, more in (("upstream", ""), ("shards", CUT)):
         saving = f"--exit-interval 4 --save {tmp_path / name} --save-interval 4"
         run = pretrain(checkout, start.flags, f"--load {start.folder}", saving, more, ranks=2)
         assert run.code == 0, run.output
         found[name] = pretrain(checkout, start.flags, f"--load {tmp_path / name}", ranks=2)
-    assert list(found["stock"].losses) == [5, 6, 7]
-    check_near(found["shards"], found["stock"])
+    assert list(found["upstream"].losses) == [5, 6, 7]
+    check_near(found["shards"], found["upstream"])

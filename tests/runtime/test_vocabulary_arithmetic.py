@@ -89,8 +89,8 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_shards_are_as_near_to_exact_as_one_layer(dtype: torch.dtype, sizes: list[int]) -> None:
     given = sample(dtype)
     found, usual, expected = of_shards(given, sizes), of_one_layer(given), exact(given)
-    for ours, stock, true in zip(found, usual, expected, strict=True):
-        assert off(ours, true) <= 1.2 * off(stock, true)
+    for ours, upstream, true in zip(found, usual, expected, strict=True):
+        assert off(ours, true) <= 1.2 * off(upstream, true)
 
 
 def test_extreme_logits_do_not_overflow() -> None:

@@ -112,7 +112,7 @@ def as_run(candidate: ScheduleCandidate, printed: list[str], layers: int, ranks:
         "--num-virtual-stages-per-pipeline-rank": "num_virtual_stages_per_pipeline_rank",
         "--pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
     }
-    stock: dict[str, Any] = {
+    upstream: dict[str, Any] = {
         "num_layers": layers,
         "pipeline_model_parallel_size": ranks,
         "world_size": ranks,
@@ -122,13 +122,13 @@ def as_run(candidate: ScheduleCandidate, printed: list[str], layers: int, ranks:
     ours = []
     for flag, value in zip(words[::2], words[1::2], strict=True):
         if flag in known:
-            stock[known[flag]] = int(value) if value.isdecimal() else value
+            upstream[known[flag]] = int(value) if value.isdecimal() else value
         else:
             ours += [flag, value]
     if not candidate.megatron:
-        return told(adapter_of(parsed(" ".join(ours), **stock)))
+        return told(adapter_of(parsed(" ".join(ours), **upstream)))
     assert not ours
-    written, chunks = stock.get(known[words[0]]) if words else None, 1
+    written, chunks = upstream.get(known[words[0]]) if words else None, 1
     if isinstance(written, str):
         return written.split("|")
     chunks = written or 1
@@ -192,7 +192,7 @@ def test_twelve_layers_on_a_v_of_four_ranks_are_three_on_each() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("layers", [8, 16, 40])
-def test_what_stock_divides_stays_what_it_is(layers: int, ranks: int) -> None:
+def test_what_upstream_divides_stays_what_it_is(layers: int, ranks: int) -> None:
     even = (layers // ranks,) * ranks
     assert layout.spread(Layers(layers), looped(ranks)) == even
     if layers >= 2 * ranks:

@@ -236,12 +236,12 @@ def test_interleaved_with_overlap_is_megatrons(chunks: int, alone: float, joined
     given: dict[str, Any] = {"pipeline_size": 8, "num_microbatches": 32, "chunks": chunks}
     schedule = schedules.build("interleaved", **given, costs=costs)
     assert schedule == overlapped(8, 32, chunks)
-    stock = schedules.build("interleaved", **given)
-    assert not stock.pairs
-    assert simulate(stock, costs).makespan == pytest.approx(alone)
+    upstream = schedules.build("interleaved", **given)
+    assert not upstream.pairs
+    assert simulate(upstream, costs).makespan == pytest.approx(alone)
     timeline = simulate(schedule, costs)
     assert timeline.makespan == pytest.approx(joined)
-    more = max(timeline.peak_activation) - max(simulate(stock, costs).peak_activation)
+    more = max(timeline.peak_activation) - max(simulate(upstream, costs).peak_activation)
     assert 0 < more <= 0.5
 
 

@@ -60,16 +60,16 @@ class GPTCase:
     the parameters after so many steps are compared, not gradients: the distributed optimizer
     leaves every rank with a part of them. ``frozen`` is a part of the names of frozen weights.
     With ``drawn``, Megatron's builders draw the weights, as on a GPU. With ``gather_in_optimizer``,
-    our chunks do as ``--overlap-param-gather-with-optimizer-step`` tells, which stock with one
+    our chunks do as ``--overlap-param-gather-with-optimizer-step`` tells, which upstream with one
     chunk per rank refuses. ``hybrid`` is the pattern of a HybridModel of so many ``layers``.
     ``images`` are the numbers of images of the samples, in turns, which the encoder of Megatron's
     LLaVAModel reads on its first stage; its language model is the GPT.
     With ``vocabulary``, our output layer is cut along the vocabulary over all pipeline ranks.
     With ``slices``, our microbatches are cut along the sequence, as ``--pipeline-slices`` has it.
-    With ``documents``, attention keeps to those of a sample. Stock has a mask; with ``slices``,
+    With ``documents``, attention keeps to those of a sample. Upstream has a mask; with ``slices``,
     ours finds them in a "mask" or in "ends" of packed sequences, whose positions start at 0.
     With ``padded``, routers get masks of padding at the ends of samples.
-    With ``exact``, stock has the weights that the type gives, and computes in 64 bits with them.
+    With ``exact``, upstream has the weights that the type gives, and computes in 64 bits with them.
     With ``exchange_overlaps``, ours may run a forward and a backward in one pass.
     ``changes`` are those of a user to the model that is built, ``late_changes`` those to the model
     that data parallelism has wrapped, see ``user_changes``.
@@ -711,8 +711,8 @@ def differences(
             p = _pipeline_size(case)
             placed = schedules.build(placed, pipeline_size=p, num_microbatches=1)
         case = replace(case, layers=max(case.layers, placed.placement.num_stages))
-    stock = replace(case, layout=None, gather_in_optimizer=False)
-    references = _references(stock, num_microbatches, forward_only)
+    upstream = replace(case, layout=None, gather_in_optimizer=False)
+    references = _references(upstream, num_microbatches, forward_only)
     ours = run(case, schedule, num_microbatches, forward_only, iterations)
     found = []
     for (m, outcome), expected in zip(ours.items(), references, strict=True):

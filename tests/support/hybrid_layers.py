@@ -97,9 +97,9 @@ STACK = _stack()
 
 
 def hybrid_model(pattern: str, layout: Any, **more: Any) -> Any:
-    """Build a chunk as the hook in Megatron-LM lets it be built; stock cuts the pattern itself.
+    """Build a chunk as the hook in Megatron-LM lets it be built; upstream cuts the pattern itself.
 
-    ``layout`` is that of a schedule, None for stock's.
+    ``layout`` is that of a schedule, None for upstream's.
     """
     cut = allocation.select_pipeline_segment
     if layout is not None:

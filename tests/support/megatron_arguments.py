@@ -8,7 +8,7 @@ from typing import Any
 from megatron_zb.job import settings
 
 # Megatron-LM's own arguments, as its parser leaves them, for 16 layers on 4 pipeline ranks.
-STOCK: dict[str, Any] = {
+UPSTREAM: dict[str, Any] = {
     "num_layers": 16,
     "encoder_num_layers": None,
     "mtp_num_layers": None,
@@ -46,6 +46,6 @@ STOCK: dict[str, Any] = {
 }
 
 
-def parsed(line: str = "", **stock: Any) -> argparse.Namespace:
+def parsed(line: str = "", **upstream: Any) -> argparse.Namespace:
     parser = settings.add_megatron_lm_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return parser.parse_args(line.split(), argparse.Namespace(**{**STOCK, **stock}))
+    return parser.parse_args(line.split(), argparse.Namespace(**{**UPSTREAM, **upstream}))

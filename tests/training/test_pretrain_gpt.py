@@ -131,7 +131,7 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
     def run(schedule: str | None) -> tuple[Run, Path]:
         if schedule not in done:
-            folder = tmp_path_factory.mktemp(schedule or "stock")
+            folder = tmp_path_factory.mktemp(schedule or "upstream")
             flags = {
                 "--pipeline-schedule": schedule,
                 "--data-path": corpus,
@@ -146,18 +146,18 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 @pytest.mark.slow
-def test_losses_are_stocks_while_memory_is_measured(whole: Whole) -> None:
-    (stock, _), (ours, _) = whole(None), whole("v-half")
-    assert list(stock.by_iteration("lm_loss")) == list(range(1, ITERATIONS + 1))
-    assert list(stock.by_iteration("eval_loss")) == [2, 4, 6]
+def test_losses_are_upstreams_while_memory_is_measured(whole: Whole) -> None:
+    (upstream, _), (ours, _) = whole(None), whole("v-half")
+    assert list(upstream.by_iteration("lm_loss")) == list(range(1, ITERATIONS + 1))
+    assert list(upstream.by_iteration("eval_loss")) == [2, 4, 6]
     for key in ("lm_loss", "eval_loss"):
-        assert ours.by_iteration(key) == stock.by_iteration(key)
+        assert ours.by_iteration(key) == upstream.by_iteration(key)
     assert ours.by_iteration("grad_norm") == pytest.approx(
-        stock.by_iteration("grad_norm"), rel=1e-6, abs=0
+        upstream.by_iteration("grad_norm"), rel=1e-6, abs=0
     )
-    losses = stock.by_iteration("lm_loss")
+    losses = upstream.by_iteration("lm_loss")
     assert losses[ITERATIONS] < losses[1] - 0.3, "a model that does not learn proves little"
-    assert all(peak > 0 for peak in (*stock.peaks, *ours.peaks))
+    assert all(peak > 0 for peak in (*upstream.peaks, *ours.peaks))
 
 
 @pytest.mark.slow
@@ -246,17 +246,17 @@ def test_dropout_is_that_of_every_other_schedule(corpus: str, tmp_path: Path) ->
     resumed = trained(tmp_path, {**flags, "--load": load, "--pipeline-schedule": "v-zb"})
     by_rank = {**flags, "--pipeline-schedule": "zb-h1"}
     by_layer = trained(tmp_path, {**by_rank, "--pipeline-random-streams": "layer"})
-    stock_checkpoints = tmp_path / "stock"
-    stock = trained(tmp_path, {**flags, **saves, "--save": stock_checkpoints})
-    load_stock = checkpoint_of(stock_checkpoints, SAVED, tmp_path / "load_stock")
-    stock_resumed = trained(tmp_path, {**flags, "--load": load_stock})
+    upstream_checkpoints = tmp_path / "upstream"
+    upstream = trained(tmp_path, {**flags, **saves, "--save": upstream_checkpoints})
+    load_upstream = checkpoint_of(upstream_checkpoints, SAVED, tmp_path / "load_upstream")
+    upstream_resumed = trained(tmp_path, {**flags, "--load": load_upstream})
     ours = trained(tmp_path, by_rank)
     for key in ("lm_loss", "eval_loss"):
         assert resumed.by_iteration(key) == whole.by_iteration(key, after=SAVED)
         assert by_layer.by_iteration(key) == whole.by_iteration(key)
-        assert ours.by_iteration(key) == stock.by_iteration(key)
-        assert stock_resumed.by_iteration(key) == stock.by_iteration(key, after=SAVED)
-        assert stock.by_iteration(key) != whole.by_iteration(key)
+        assert ours.by_iteration(key) == upstream.by_iteration(key)
+        assert upstream_resumed.by_iteration(key) == upstream.by_iteration(key, after=SAVED)
+        assert upstream.by_iteration(key) != whole.by_iteration(key)
 
 
 @pytest.mark.full
@@ -322,41 +322,41 @@ def test_v_schedules_hold_fewer_activations(corpus: str, tmp_path: Path) -> None
         "--data-path": corpus,
         "--measure-activation-memory": True,
     }
-    stock, half, least = (
+    upstream, half, least = (
         trained(tmp_path, {**flags, "--pipeline-schedule": schedule})
         for schedule in (None, "v-half", "v-min")
     )
-    assert max(least.peaks) < max(half.peaks) < max(stock.peaks)
-    assert stock.by_iteration("lm_loss") == half.by_iteration("lm_loss")
-    assert stock.by_iteration("lm_loss") == least.by_iteration("lm_loss")
+    assert max(least.peaks) < max(half.peaks) < max(upstream.peaks)
+    assert upstream.by_iteration("lm_loss") == half.by_iteration("lm_loss")
+    assert upstream.by_iteration("lm_loss") == least.by_iteration("lm_loss")
 
 
 @pytest.mark.slow
-def test_losses_are_stocks_with_balanced_layers(corpus: str, tmp_path: Path) -> None:
+def test_losses_are_upstreams_with_balanced_layers(corpus: str, tmp_path: Path) -> None:
     """The output layer counts for two and a half layers and stands alone on its stage."""
     flags = {"--data-path": corpus, "--vocab-size": 1024, "--train-iters": 3}
     asked = {"--pipeline-schedule": "v-half", "--pipeline-layer-layout": "auto"}
-    stock, balanced = trained(tmp_path, flags), trained(tmp_path, {**flags, **asked})
-    assert stock.by_iteration("lm_loss") == balanced.by_iteration("lm_loss")
+    upstream, balanced = trained(tmp_path, flags), trained(tmp_path, {**flags, **asked})
+    assert upstream.by_iteration("lm_loss") == balanced.by_iteration("lm_loss")
     assert "stage 3 (output layer)" in balanced.printed
     assert "layers are balanced for an embedding that counts for 0.00 layers" in balanced.printed
 
 
 @pytest.mark.slow
-def test_losses_are_stocks_with_a_cut_vocabulary(corpus: str, tmp_path: Path) -> None:
-    """But for the order of sums; and stock goes on with the checkpoint."""
+def test_losses_are_upstreams_with_a_cut_vocabulary(corpus: str, tmp_path: Path) -> None:
+    """But for the order of sums; and upstream goes on with the checkpoint."""
     flags = {"--data-path": corpus, "--vocab-size": 1024, "--train-iters": 6}
     cut = {"--pipeline-schedule": "zb-h1", "--pipeline-vocabulary": "on"}
     saving = {"--save": tmp_path / "saved", "--exit-interval": 4}
-    stock = trained(tmp_path, flags)
+    upstream = trained(tmp_path, flags)
     ours = trained(tmp_path, {**flags, **cut, **saving})
     further = trained(tmp_path, {**flags, "--load": tmp_path / "saved"})
     assert "every pipeline rank: its rows of the embedding and the output layer" in ours.printed
     for key in ("lm_loss", "eval_loss", "grad_norm"):
-        expected, found = stock.by_iteration(key), ours.by_iteration(key)
+        expected, found = upstream.by_iteration(key), ours.by_iteration(key)
         assert list(found) == [i for i in expected if i <= 4]
         assert found == pytest.approx({i: expected[i] for i in found}, rel=1e-5)
-    later = stock.by_iteration("lm_loss", after=4)
+    later = upstream.by_iteration("lm_loss", after=4)
     assert further.by_iteration("lm_loss", after=4) == pytest.approx(later, rel=1e-5)
 
 

@@ -16,7 +16,7 @@ from megatron_zb_train import arguments as training_arguments
 from megatron_zb_train import quickstart
 from megatron_zb_train.quickstart import (
     NUM_MICROBATCHES,
-    STOCK,
+    UPSTREAM,
     QuickstartFailure,
     Result,
     SleepingStep,
@@ -39,35 +39,35 @@ ALMOST = 4.75 + 2**-21
 
 
 def test_equal_losses_that_fall_pass() -> None:
-    check({STOCK: GOOD, "v-half": replace(GOOD, peak_activation_bytes=[1, 2, 3, 320])})
+    check({UPSTREAM: GOOD, "v-half": replace(GOOD, peak_activation_bytes=[1, 2, 3, 320])})
 
 
 def test_one_bit_in_one_iteration_fails() -> None:
     other = replace(GOOD, losses=[5.5, ALMOST, 3.25])
-    with pytest.raises(QuickstartFailure, match="v-zb differs from stock first in iteration 2"):
-        check({STOCK: GOOD, "v-zb": other})
+    with pytest.raises(QuickstartFailure, match="v-zb differs from upstream first in iteration 2"):
+        check({UPSTREAM: GOOD, "v-zb": other})
 
 
 def test_another_evaluation_fails() -> None:
-    with pytest.raises(QuickstartFailure, match="v-zb differs from stock in the evaluation"):
-        check({STOCK: GOOD, "v-zb": replace(GOOD, eval_loss=3.75)})
+    with pytest.raises(QuickstartFailure, match="v-zb differs from upstream in the evaluation"):
+        check({UPSTREAM: GOOD, "v-zb": replace(GOOD, eval_loss=3.75)})
 
 
 def test_a_norm_may_differ_by_rounding_alone() -> None:
-    check({STOCK: GOOD, "v-zb": replace(GOOD, grad_norms=[2.0, 1.5 * (1 + 5e-7), 1.0])})
+    check({UPSTREAM: GOOD, "v-zb": replace(GOOD, grad_norms=[2.0, 1.5 * (1 + 5e-7), 1.0])})
     for norm in (1.5 * (1 + 2e-6), float("nan")):
         other = replace(GOOD, grad_norms=[2.0, norm, 1.0])
         with pytest.raises(QuickstartFailure, match=r"v-zb .* in iteration 2: gradient norm"):
-            check({STOCK: GOOD, "v-zb": other})
+            check({UPSTREAM: GOOD, "v-zb": other})
 
 
 def test_more_memory_than_promised_fails() -> None:
     other = replace(GOOD, peak_activation_bytes=[100, 400, 325, 200])
-    check({STOCK: GOOD, "v-zb": other})
+    check({UPSTREAM: GOOD, "v-zb": other})
     with pytest.raises(QuickstartFailure, match=r"v-half held 1\.000 of .* more than 0\.8"):
-        check({STOCK: GOOD, "v-half": other})
+        check({UPSTREAM: GOOD, "v-half": other})
     with pytest.raises(QuickstartFailure, match=r"v-min held 0\.575"):
-        check({STOCK: GOOD, "v-min": replace(GOOD, peak_activation_bytes=[230, 1, 1, 1])})
+        check({UPSTREAM: GOOD, "v-min": replace(GOOD, peak_activation_bytes=[230, 1, 1, 1])})
 
 
 def test_the_table_is_readable_on_80_columns() -> None:
@@ -75,11 +75,11 @@ def test_the_table_is_readable_on_80_columns() -> None:
     bad = replace(good, losses=[5.5, ALMOST, 3.25], grad_norms=[2.0, 1.5, 1.1])
     console = Console(width=80, color_system=None)
     with console.capture() as capture:
-        console.print(quickstart.table({STOCK: good, "v-half": bad}))
+        console.print(quickstart.table({UPSTREAM: good, "v-half": bad}))
     printed = capture.get()
     assert max(map(len, printed.splitlines())) <= 80
     assert "…" not in printed
-    for word in ("schedule", "final", "losses", "= stock", "norms", "MiB", "bubble", "iter."):
+    for word in ("schedule", "final", "losses", "equal", "norms", "MiB", "bubble", "iter."):
         assert word in printed
     (row,) = [line for line in printed.splitlines() if "v-half" in line]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
@@ -88,9 +88,9 @@ def test_the_table_is_readable_on_80_columns() -> None:
 
 @pytest.mark.parametrize("last", [5.0, 6.0, float("nan")])
 def test_a_loss_that_does_not_fall_fails(last: float) -> None:
-    stock = replace(GOOD, losses=[5.5, 4.75, last])
+    upstream = replace(GOOD, losses=[5.5, 4.75, last])
     with pytest.raises(QuickstartFailure):
-        check({STOCK: stock})
+        check({UPSTREAM: upstream})
 
 
 def test_a_log_is_read() -> None:
@@ -111,14 +111,14 @@ def test_a_log_is_read() -> None:
     assert read_result(records, 0.25) == replace(GOOD, predicted_bubble_rate=0.125)
 
 
-@pytest.mark.parametrize("name", [STOCK, *quickstart.SCHEDULES])
+@pytest.mark.parametrize("name", [UPSTREAM, *quickstart.SCHEDULES])
 def test_the_training_command_is_one_that_the_trainer_takes(name: str, tmp_path: Path) -> None:
     for suffix in (".bin", ".idx"):
         (tmp_path / f"text{suffix}").touch()
     command = quickstart.training_command(name, str(tmp_path / "text"), 48, tmp_path / "x.jsonl")
     own = command[command.index("megatron_zb.pretrain_gpt") + 1 :]
     args = training_arguments.parse(own, world_size=quickstart.PIPELINE_SIZE)
-    assert args.pipeline_schedule == (None if name == STOCK else name)
+    assert args.pipeline_schedule == (None if name == UPSTREAM else name)
     assert args.num_microbatches == quickstart.NUM_MICROBATCHES
     assert args.train_iters == args.eval_interval == 48
 
@@ -161,12 +161,12 @@ def test_steps_of_slices_sleep_as_predicted(tmp_path: Path) -> None:
 
 
 def test_the_table_of_steps_is_readable_on_80_columns() -> None:
-    stock = SleepingStep(2.0, 2.5, 0.25)
+    upstream = SleepingStep(2.0, 2.5, 0.25)
     ours = SleepingStep(1.6, 1.75, 0.0625)
-    assert stock.measured_bubble_rate == pytest.approx(1 - 1.5 / 2.5)
+    assert upstream.measured_bubble_rate == pytest.approx(1 - 1.5 / 2.5)
     console = Console(width=80, color_system=None)
     with console.capture() as capture:
-        console.print(quickstart.table_of_steps({"1f1b": stock, "v-half": ours}))
+        console.print(quickstart.table_of_steps({"1f1b": upstream, "v-half": ours}))
     printed = capture.get()
     assert max(map(len, printed.splitlines())) <= 80
     assert "…" not in printed
@@ -231,6 +231,6 @@ def test_a_failed_run_ends_the_quickstart_with_its_words(
     arguments = ["--data-path", str(tmp_path / "text"), "--output", str(tmp_path / "out")]
     assert quickstart.main(arguments) == 1
     error = capsys.readouterr().err
-    assert error.startswith("quickstart: failed: stock: the run ended with exit status")
+    assert error.startswith("quickstart: failed: upstream: the run ended with exit status")
     assert "is not a Megatron index" in error
     assert not (tmp_path / "out" / "summary.json").exists()

@@ -94,10 +94,10 @@ const pictures = (() => {
     }
 
     /** Draw a timeline; `unit` is {words, symbol, scale}, `limit` microbatches or null, `extent` the room. */
-    show(timeline, { title, unit, stock, limit = null, extent = null }) {
-      Object.assign(this, { timeline, unit, stock, limit });
+    show(timeline, { title, unit, baseline, limit = null, extent = null }) {
+      Object.assign(this, { timeline, unit, baseline, limit });
       this.room = extent?.seconds ?? timeline.makespan;
-      this.most = extent?.held ?? Math.max(stock, limit ?? 0, ...timeline.peaks);
+      this.most = extent?.held ?? Math.max(baseline, limit ?? 0, ...timeline.peaks);
       this.svg.setAttribute("aria-label", title);
       this.all();
     }
@@ -327,7 +327,7 @@ const pictures = (() => {
       const worst = this.timeline.peaks.indexOf(Math.max(...this.timeline.peaks));
       const limit = this.limit === null ? "" : `; dotted: the limit, ${digits(this.limit, 4)}`;
       const caption = `<text class="caption" x="${sizes.labels}" y="${this.top - 9}">activation memory `
-        + `held, in microbatches of a rank; dashed: 1F1B's peak, ${this.stock}${limit}</text>`;
+        + `held, in microbatches of a rank; dashed: 1F1B's peak, ${this.baseline}${limit}</text>`;
       return caption + this.timeline.lines.map((line, rank) => this.row(line, rank, rank === worst)).join("");
     }
 
@@ -339,7 +339,7 @@ const pictures = (() => {
       return `<text class="name${worst}" x="${sizes.labels - 8}" y="${middle}">rank ${rank}</text>`
         + `<path class="held" data-rank="${rank}" fill="${constants.memory}" `
         + `d="M${sizes.labels},${short(this.y(rank, 0))}${this.steps(line, rank)}"/>`
-        + level("reference", this.stock) + level("limit", this.limit)
+        + level("reference", this.baseline) + level("limit", this.limit)
         + `<text class="peak${worst}" x="${sizes.labels + this.inner + 6}" y="${middle}">`
         + `${digits(this.timeline.peaks[rank], 4)}${isWorst ? " most" : ""}</text>`;
     }
@@ -390,7 +390,7 @@ const pictures = (() => {
     const data = JSON.parse(box.querySelector("script").textContent);
     const timeline = timelineOf(data);
     const picture = new Picture(box.querySelector(".still"));
-    picture.show(timeline, { ...data, stock: Math.min(timeline.p, timeline.m) });
+    picture.show(timeline, { ...data, baseline: Math.min(timeline.p, timeline.m) });
     if (data.extent === null) continue;
     const section = box.closest("section");
     picture.peers = [...(ofSection.get(section) ?? []), picture];

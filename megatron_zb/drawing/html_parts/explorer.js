@@ -102,19 +102,19 @@
     return `${(Math.abs((4 * value) % 4) === 1 ? value - 0.01 * Math.sign(value) : value).toFixed(1)}%`;
   }
   const signed = (share) => (share < 0 ? "" : "+") + percent(share);
-  const stockOf = ({ p, m }) => Math.min(p, m);
+  const baselineOf = ({ p, m }) => Math.min(p, m);
   const peakOf = ({ peaks }) => Math.max(...peaks);
   const timeOf = (time) => digits(time * data.unit.scale, 6);
   const isOver = (timeline, now) =>
     now.limit !== null && peakOf(timeline) > now.limit * now.p * (1 + 1e-9);
 
-  function show(timeline, stock, now) {
+  function show(timeline, baseline, now) {
     const peak = peakOf(timeline);
     at("makespan").textContent = timeOf(timeline.makespan);
     at("bubble").textContent = percent(timeline.bubble);
     at("peak").textContent = digits(peak, 4);
-    at("share").textContent = percent(peak / stockOf(now));
-    at("gain").textContent = stock ? signed(stock.makespan / timeline.makespan - 1) : "not known here";
+    at("share").textContent = percent(peak / baselineOf(now));
+    at("gain").textContent = baseline ? signed(baseline.makespan / timeline.makespan - 1) : "not known here";
   }
 
   function showCommand(name, now, found) {
@@ -162,12 +162,12 @@
 
   // --- all of them ------------------------------------------------------------------------------------
 
-  function compare(now, stock) {
+  function compare(now, baseline) {
     at("comparison").tBodies[0].replaceChildren(
-      ...data.names.filter((name) => find(name, now)).map((name) => row(name, now, stock)));
+      ...data.names.filter((name) => find(name, now)).map((name) => row(name, now, baseline)));
   }
 
-  function row(name, now, stock) {
+  function row(name, now, baseline) {
     const tr = make("tr", { className: name === at("schedule").value ? "chosen" : "" });
     tr.dataset.schedule = name;
     const cell = (text) => Object.assign(tr.insertCell(), { textContent: text });
@@ -183,10 +183,10 @@
     const timeline = timelineOf(found, now);
     const peak = peakOf(timeline);
     cell(timeOf(timeline.makespan));
-    cell(stock ? signed(stock.makespan / timeline.makespan - 1) : "");
+    cell(baseline ? signed(baseline.makespan / timeline.makespan - 1) : "");
     cell(percent(timeline.bubble));
     cell(digits(peak, 4));
-    cell(percent(peak / stockOf(now)) + (isOver(timeline, now) ? ", over the limit" : ""));
+    cell(percent(peak / baselineOf(now)) + (isOver(timeline, now) ? ", over the limit" : ""));
     cell(data.alike ? builtFor(found) : "the page's costs");
     return tr;
   }
@@ -225,16 +225,16 @@
 
   function draw(name, now) {
     const found = find(name, now), reference = find("1f1b", now);
-    const stock = reference && timelineOf(reference, now);
+    const baseline = reference && timelineOf(reference, now);
     const timeline = timelineOf(found, now);
-    show(timeline, stock, now);
+    show(timeline, baseline, now);
     showCommand(name, now, found);
-    compare(now, stock);
+    compare(now, baseline);
     at("kind").textContent = kindOf(found, timeline, now);
     picture.show(timeline, {
       title: `${name}: ${now.p} ranks, ${now.m} microbatches`,
       unit: data.unit,
-      stock: stockOf(now),
+      baseline: baselineOf(now),
       limit: now.limit === null ? null : now.limit * now.p,
     });
     at("drawn-keys").replaceChildren(...keys(timeline));
