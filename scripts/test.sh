@@ -17,7 +17,7 @@ Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python a
   3. pytest; the distributed tests run over gloo on CPU ranks
 
 options:
-  --quick            a part for the inner loop: the rules of schedules, messages, layers and rooms, a small model's
+  --quick            a part for the inner loop: the rules of schedules, messages, layers and subpackages, a small model's
                      gradients; no ruff, mypy or codespell
   --python VERSION   3.11 or 3.12, those that constraints/ has pins for: each has its megatron-core, 3.11 has 0.16 and
                      3.12 has 0.19. Without it, the first of them that is on this machine
@@ -56,7 +56,7 @@ source scripts/_environment.sh
 # What --quick runs: a minute and a half at most.
 readonly GRADIENTS=tests/megatron_core/test_gradient_parity.py::test_gradients_equal_megatrons
 readonly QUICK=(
-    tests/test_rooms.py tests/job/test_comparable.py tests/runtime/test_runtime.py tests/runtime/test_device_waits.py
+    tests/test_subpackages.py tests/job/test_comparable.py tests/runtime/test_runtime.py tests/runtime/test_device_waits.py
     tests/schedules/test_layout.py tests/distillation/test_pipe_bd_schedule.py tests/megatron_lm/test_adapter_of_arguments.py
     tests/schedules/test_schedules.py
     "${GRADIENTS}[2 ranks, tied-1f1b]" "${GRADIENTS}[2 ranks, tied-interleaved]" "${GRADIENTS}[2 ranks, tied-zb-h1]"

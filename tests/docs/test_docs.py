@@ -300,8 +300,8 @@ def test_every_version_has_a_record_of_what_ran() -> None:
     for file in folder.iterdir():
         with file.open(encoding="utf-8", newline="") as text:
             rows = list(csv.DictReader(text))
-        rooms = {Path(*Path(row["tests"].split()[0]).parts[:2]) for row in rows}
-        assert {Path("tests/megatron_core"), Path("tests/real_megatron_lm")} <= rooms
+        folders = {Path(*Path(row["tests"].split()[0]).parts[:2]) for row in rows}
+        assert {Path("tests/megatron_core"), Path("tests/real_megatron_lm")} <= folders
         for row in rows:
             assert row["megatron"].startswith(f"{file.stem}.")
             assert (ROOT / row["tests"].split()[0]).exists()

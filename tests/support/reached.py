@@ -255,8 +255,8 @@ class Nearby:
         """Return the files, the smallest first."""
         module = Path(mutant.file)
         within = module.parts[1] if len(module.parts) > 2 else "."
-        room = TESTS_OF.get(module.parts[0], within)
-        beside = sorted((self._root / "tests" / room).glob("test_*.py"), key=_size)
+        folder = TESTS_OF.get(module.parts[0], within)
+        beside = sorted((self._root / "tests" / folder).glob("test_*.py"), key=_size)
         names = re.compile(rf"\b{module.stem}\b")
         naming = [file for file in beside if names.search(file.read_text(encoding="utf-8"))]
         return [file.relative_to(self._root).as_posix() for file in naming or beside]
@@ -289,9 +289,9 @@ def _seconds_of_tests(path: Path) -> dict[str, float]:
 
 def _importers(root: Path, file: str) -> Iterator[str]:
     """Yield the files of the package that import a module by its name."""
-    room, name = (part.replace("/", ".") for part in file.removesuffix(".py").rsplit("/", 1))
+    package, name = (part.replace("/", ".") for part in file.removesuffix(".py").rsplit("/", 1))
     written = re.compile(
-        rf"^\s*from {re.escape(room)}(\.{name} import | import (\(|.*\b{name}\b))", re.M
+        rf"^\s*from {re.escape(package)}(\.{name} import | import (\(|.*\b{name}\b))", re.M
     )
     for path in sources_of(root):
         if written.search(path.read_text(encoding="utf-8")):

@@ -15,7 +15,7 @@ PACKAGES = (CORE, "megatron_zb_plan", "megatron_zb_train", "megatron_zb_distill"
 # What each subpackage of the core, and each package beside it, may import, besides itself and what
 # all may: CONTRIBUTING.md draws it.
 EVERY = {"errors", "files", "parsing"}
-ROOMS: dict[str, set[str]] = {
+SUBPACKAGES: dict[str, set[str]] = {
     "schedules": set(),
     "job": {"schedules"},
     "measured": {"schedules", "job"},
@@ -64,7 +64,7 @@ ROOMS: dict[str, set[str]] = {
     },
 }
 ENTRANCES = {"__init__", "launch", "moved"}
-# Rooms that need no torch, and so must not reach it by any import at their top level.
+# Subpackages that need no torch, and so must not reach it by any import at their top level.
 WITHOUT_TORCH = ("schedules", "measured", "drawing", "megatron_zb_plan")
 
 
@@ -109,29 +109,33 @@ def _at_top(tree: ast.Module) -> Iterator[ast.stmt]:
             yield node
 
 
-def room(name: str) -> str:
+def subpackage(name: str) -> str:
     return name.split(".")[0]
 
 
 def test_every_module_is_in_a_room() -> None:
-    assert {room(name) for name in MODULES} == {*ROOMS, *EVERY, *ENTRANCES}
+    assert {subpackage(name) for name in MODULES} == {*SUBPACKAGES, *EVERY, *ENTRANCES}
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_arrows_run_one_way(name: str) -> None:
-    home = room(name)
+    home = subpackage(name)
     if home in ENTRANCES:
         return
-    allowed = EVERY | ({home, *ROOMS[home]} if home in ROOMS else set())
-    wrong = [found for found in imports(name) if found != "__init__" and room(found) not in allowed]
-    assert wrong == [], f"{name} imports from a room that its own may not know"
+    allowed = EVERY | ({home, *SUBPACKAGES[home]} if home in SUBPACKAGES else set())
+    wrong = [
+        found for found in imports(name) if found != "__init__" and subpackage(found) not in allowed
+    ]
+    assert wrong == [], f"{name} imports from a subpackage that its own must not use"
 
 
 def test_rooms_have_an_order() -> None:
     placed: list[str] = []
-    while len(placed) < len(ROOMS):
-        ready = [name for name in ROOMS if name not in placed and ROOMS[name] <= set(placed)]
-        assert ready, f"the rooms {sorted(set(ROOMS) - set(placed))} know one another in a circle"
+    while len(placed) < len(SUBPACKAGES):
+        ready = [
+            name for name in SUBPACKAGES if name not in placed and SUBPACKAGES[name] <= set(placed)
+        ]
+        assert ready, f"{sorted(set(SUBPACKAGES) - set(placed))} depend on one another in a circle"
         placed += ready
 
 
@@ -157,7 +161,7 @@ def test_no_module_is_in_a_circle() -> None:
 @pytest.mark.parametrize("home", WITHOUT_TORCH)
 def test_what_needs_no_torch_imports_none(home: str) -> None:
     for name, path in MODULES.items():
-        if room(name) != home:
+        if subpackage(name) != home:
             continue
         for node in _at_top(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import | ast.ImportFrom):
