@@ -181,12 +181,12 @@ class _Model:
         last = self.placement.num_stages - 1
         for k in range(self.problem.num_microbatches):
             for stage in range(last):
-                hop = self._hop(stage)
-                self.cp.add(self.forward[stage + 1][k] >= self.forward[stage][k] + f + hop)
-                self.cp.add(self.backward[stage][k] >= self.backward[stage + 1][k] + b + hop)
+                latency = self._latency(stage)
+                self.cp.add(self.forward[stage + 1][k] >= self.forward[stage][k] + f + latency)
+                self.cp.add(self.backward[stage][k] >= self.backward[stage + 1][k] + b + latency)
             self.cp.add(self.backward[last][k] >= self.forward[last][k] + f)
 
-    def _hop(self, stage: int) -> int:
+    def _latency(self, stage: int) -> int:
         rank_of = self.placement.rank_of
         return 0 if rank_of[stage] == rank_of[stage + 1] else self.problem.p2p
 

@@ -237,8 +237,8 @@ class _Model:
         self.cp = cp_model.CpModel()
         kinds = (PassKind.F, PassKind.B, PassKind.W, PassKind.R)
         work = sum(sum(costs.seconds[kind]) for kind in kinds) + 2 * sum(costs.copy)
-        hops = sum(costs.forward_hop) + sum(costs.backward_hop)
-        self.horizon = round(m * (work + hops)) + 1
+        latencies = sum(costs.forward_p2p) + sum(costs.backward_p2p)
+        self.horizon = round(m * (work + latencies)) + 1
         self.units = [[_Unit(self, s, j) for j in range(m)] for s in range(placement.num_stages)]
         self.last = self.time()
         for row in self.units:
@@ -257,7 +257,7 @@ class _Model:
     def _add_messages(self) -> None:
         costs = self.costs
         for stage, (row, following) in enumerate(pairwise(self.units)):
-            there, back = costs.forward_hop[stage], costs.backward_hop[stage + 1]
+            there, back = costs.forward_p2p[stage], costs.backward_p2p[stage + 1]
             for one, other in zip(row, following, strict=True):
                 self.cp.add(other.at[PassKind.F] >= one.end(PassKind.F) + round(there))
                 self.cp.add(one.at[PassKind.B] >= other.end(PassKind.B) + round(back))

@@ -252,7 +252,7 @@ def profile_lines() -> list[str]:
             of, device("a100_80gb_sxm"), Strategy(1, p, 1, 1, b, "none"), of.sequence_length
         )
         work = load.layer(0) * -(-of.layers // p)
-        counted = (work.forward, work.backward, work.weight, load.hop(True))
+        counted = (work.forward, work.backward, work.weight, load.latency(True))
         cells = [
             f"{1e3 * c:.2f} ({1e3 * c / t - 1:+.0%})" for c, t in zip(counted, times, strict=True)
         ]

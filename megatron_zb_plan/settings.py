@@ -135,15 +135,15 @@ def estimated_seconds(
         return m * split.rank.total + by_formula(split.load, split.states, split.rank)
     placement = candidate.placement(p, chunks)
     n = split.load.strategy.slices
-    work, hop, v = split.rank_with(placement), split.load.hop(False), placement.chunks
+    work, latency, v = split.rank_with(placement), split.load.latency(False), placement.chunks
     stages = split.of_stages(placement)
     if candidate.blocking:
-        work = stages = work + PassSeconds(v * hop, v * hop)
+        work = stages = work + PassSeconds(v * latency, v * latency)
     family = catalog.family(candidate.family)
     steady = m * max(work.total, family.interval(stages))
     step = by_formula(split.load, split.states, work)
     bubble = family.bubble(p, stages, v) * split.load.slowest_slice
-    return steady + bubble + 2 * (p - 1) * hop / n + step
+    return steady + bubble + 2 * (p - 1) * latency / n + step
 
 
 def estimated_memory(

@@ -185,10 +185,10 @@ class StageWorkload:
         """Pipeline ranks that share a node."""
         return max(1, self.load.device.node.gpus // self.load.strategy.model_ranks)
 
-    def hops(self, *, together: int = 1) -> list[list[float]]:
+    def latencies(self, *, together: int = 1) -> list[list[float]]:
         """Return the seconds of a message between pipeline ranks, which may share a node."""
         in_node, ranks = self._ranks_in_node, range(self.load.strategy.pipeline)
-        near, far = (self.load.hop(in_node, together=together) for in_node in (True, False))
+        near, far = (self.load.latency(in_node, together=together) for in_node in (True, False))
         return [
             [0.0 if a == b else near if a // in_node == b // in_node else far for b in ranks]
             for a in ranks
@@ -203,15 +203,15 @@ class StageWorkload:
         Memory held for W is given as no more than F holds, as :class:`Costs` requires; memory is
         counted with the true figures afterwards.
         """
-        hops = self.hops(together=2 if blocking and self.placement.chunks > 1 else 1)
-        extra = self._exchange(hops) if blocking else [(0.0, 0.0)] * len(self.work)
+        latencies = self.latencies(together=2 if blocking and self.placement.chunks > 1 else 1)
+        extra = self._exchange(latencies) if blocking else [(0.0, 0.0)] * len(self.work)
         held = self.held[: self.placement.num_stages]
         costs = Costs.of_slices(
             pipeline_size=self.placement.pipeline_size,
             forward=[w.forward + e[0] for w, e in zip(self.work, extra, strict=True)],
             backward=[w.backward + e[1] for w, e in zip(self.work, extra, strict=True)],
             weight=[w.weight for w in self.work],
-            p2p=0.0 if blocking else hops,
+            p2p=0.0 if blocking else latencies,
             activation=[h.activation for h in held],
             held_for_weight=[min(h.for_weight, h.activation) for h in held],
             fixed=[self.fixed(rank) for rank in range(self.placement.pipeline_size)],
@@ -250,14 +250,14 @@ class StageWorkload:
         )
         return costs.with_prediction() if self.load.model.prediction_layers else costs
 
-    def _exchange(self, hops: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    def _exchange(self, latencies: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
         """Return the seconds for which a stage's forward and backward messages block its rank."""
         rank_of = self.placement.rank_of
         last = len(rank_of) - 1
         return [
             (
-                hops[rank_of[s]][rank_of[s + 1]] if s < last else 0.0,
-                hops[rank_of[s]][rank_of[s - 1]] if s > 0 else 0.0,
+                latencies[rank_of[s]][rank_of[s + 1]] if s < last else 0.0,
+                latencies[rank_of[s]][rank_of[s - 1]] if s > 0 else 0.0,
             )
             for s in range(len(rank_of))
         ]

@@ -307,7 +307,7 @@ class Workload:
         """Return the bytes of a microbatch between pipeline ranks, for each tensor rank."""
         return 2 * self.tokens * self.model.hidden_size / self.strategy.tensor
 
-    def hop(self, in_node: bool, *, together: int = 1) -> float:
+    def latency(self, in_node: bool, *, together: int = 1) -> float:
         """Return the seconds of a microbatch's message, or those of all slices, to another rank.
 
         Messages that travel ``together`` share a latency.

@@ -254,7 +254,7 @@ def costs(table: StageCosts) -> dict[str, list[float]]:
         name: list(values[:1] if len(set(values)) == 1 else values)
         for name, values in named.items()
         if name in ("forward", "backward", "weight", "whole", "activation", "held_for_weight")
-        or name.endswith(("_hop", "_comm"))
+        or name.endswith(("_p2p", "_comm"))
     } | {"pair_loss": [table.pair_loss]}
 
 

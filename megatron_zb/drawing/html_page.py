@@ -251,9 +251,9 @@ def _means(timeline: Timeline, costs: Costs | None, unit: TimeUnit) -> dict[str,
         times = (costs.forward[0], costs.backward[0], costs.weight[0], costs.p2p[0][1])
         return dict(zip(_TIMES, (time * unit.scale for time in times), strict=True))
     table, p = timeline.costs, timeline.schedule.placement.pipeline_size
-    hops = [hop for hop in (*table.forward_hop, *table.backward_hop) if hop > 0]
+    latencies = [latency for latency in (*table.forward_p2p, *table.backward_p2p) if latency > 0]
     means = [sum(times) / p for times in (table.forward, table.backward, table.weight)]
-    means.append(sum(hops) / len(hops) if hops else 0.0)
+    means.append(sum(latencies) / len(latencies) if latencies else 0.0)
     return {
         name: float(f"{mean * unit.scale:.4g}") for name, mean in zip(_TIMES, means, strict=True)
     }

@@ -209,22 +209,22 @@ class Fit(CostModel):
         *,
         blocking: bool = False,
     ) -> Costs:
-        hops = self.profile.hops()
+        latencies = self.profile.latencies()
         of = {name: part.stages(counts) for name, part in parts.items()}
         for name in of.keys() - set(_BYTES):
             of[name] = [seconds + getattr(self.profile.host, name) for seconds in of[name]]
         if blocking:
             for stage, (a, b) in enumerate(pairwise(placement.rank_of)):
-                of["forward"][stage] += hops[a][b]
+                of["forward"][stage] += latencies[a][b]
                 for name in of.keys() & {"backward", "whole"}:
-                    of[name][stage + 1] += hops[b][a]
+                    of[name][stage + 1] += latencies[b][a]
         return Costs.of_slices(
             pipeline_size=placement.pipeline_size,
             forward=of["forward"],
             backward=of["backward"],
             weight=of["weight"],
             whole=of.get("whole", ()),
-            p2p=0.0 if blocking else hops,
+            p2p=0.0 if blocking else latencies,
             slowdown=self.slowdown,
             activation=of["activation"],
             held_for_weight=[

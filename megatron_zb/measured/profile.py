@@ -359,7 +359,7 @@ class Profile(Section):
             backward=seconds("backward"),
             weight=seconds("weight"),
             whole=[] if stages[0].whole is None else seconds("whole"),
-            p2p=self.hops(),
+            p2p=self.latencies(),
             slowdown=slowdown,
             activation=[s.activation for s in stages],
             held_for_weight=[s.held_for_weight for s in stages],
@@ -448,17 +448,17 @@ class Profile(Section):
         seconds = [shard.seconds for shard in self.vocabulary.shards]
         return [of_rank * len(seconds) / sum(seconds) for of_rank in seconds]
 
-    def hops(self) -> list[list[float]]:
+    def latencies(self) -> list[list[float]]:
         """Return the seconds of a message by [source][target].
 
         Where none was measured, it is the median of the links.
         """
         ranks = range(self.pipeline_size)
         usual = median([link.seconds for link in self.links] or [0.0])
-        hops = [[0.0 if a == b else usual for b in ranks] for a in ranks]
+        latencies = [[0.0 if a == b else usual for b in ranks] for a in ranks]
         for link in self.links:
-            hops[link.source][link.target] = link.seconds
-        return hops
+            latencies[link.source][link.target] = link.seconds
+        return latencies
 
 
 def read_profile(path: Path) -> Profile:

@@ -230,7 +230,7 @@ def _waits(
     before = max(arrival + exposed * (first_backward - arrival), first_backward - forwards)
     back = (
         _forward_time(last, stages[-1] + 1, stop)
-        + (last.forward_hop[stages[-1]] if stages[-1] + 1 < stop else 0.0)
+        + (last.forward_p2p[stages[-1]] if stages[-1] + 1 < stop else 0.0)
         + _backward_time(last, stop - 1, -1)
         + last.weight[0]
     )
@@ -294,12 +294,12 @@ def _most(limit: float, items: Iterable[tuple[int, float, float]]) -> float:
 
 def _forward_time(costs: StageCosts, start: int, stop: int) -> float:
     """Return the seconds from the start of F on stage ``start`` to its arrival at ``stop``."""
-    return sum(costs.forward[s] + costs.forward_hop[s] for s in range(start, stop))
+    return sum(costs.forward[s] + costs.forward_p2p[s] for s in range(start, stop))
 
 
 def _backward_time(costs: StageCosts, start: int, stop: int) -> float:
     """Return the seconds from the start of B on stage ``start`` down to its arrival at ``stop``."""
-    return sum(costs.backward[s] + costs.backward_hop[s] for s in range(start, stop, -1))
+    return sum(costs.backward[s] + costs.backward_p2p[s] for s in range(start, stop, -1))
 
 
 def _residency(placement: Placement, row: StageCosts) -> list[tuple[float, float]]:
@@ -314,8 +314,8 @@ def _residency(placement: Placement, row: StageCosts) -> list[tuple[float, float
         held = row.forward[stage] + between + row.backward[stage]
         found.append((held, row.held_for_weight[stage] * row.weight[stage]))
         if stage > 0:
-            there += row.forward[stage] + row.forward_hop[stage - 1]
-            back += row.backward[stage] + row.backward_hop[stage]
+            there += row.forward[stage] + row.forward_p2p[stage - 1]
+            back += row.backward[stage] + row.backward_p2p[stage]
     return found[::-1]
 
 

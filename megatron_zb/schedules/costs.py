@@ -530,7 +530,7 @@ class Costs:
         comm = {"forward": equal(self.forward_comm), "backward": equal(self.backward_comm)}
         return costs.with_communication(**comm, pair_loss=self.pair_loss)
 
-    def _hop(self, source: int, target: int) -> float:
+    def _latency(self, source: int, target: int) -> float:
         return 0.0 if source == target else self.p2p[source][target]
 
     def for_placement(self, placement: Placement) -> StageCosts:
@@ -554,15 +554,15 @@ class Costs:
             return _resample(values, stages) if values else ()
 
         forward_comm, backward_comm = seconds(self.forward_comm), seconds(self.backward_comm)
-        forward_hop = [self._hop(a, b) for a, b in pairwise(rank_of)]
-        backward_hop = [self._hop(b, a) for a, b in pairwise(rank_of)]
+        forward_p2p = [self._latency(a, b) for a, b in pairwise(rank_of)]
+        backward_p2p = [self._latency(b, a) for a, b in pairwise(rank_of)]
         rows = {id(row): row.for_placement(placement) for row in self.microbatches}
         return StageCosts(
             forward=_sum(seconds(self.forward), forward_comm),
             backward=_sum(seconds(self.backward), backward_comm),
             weight=seconds(self.weight),
-            forward_hop=(*forward_hop, 0.0),
-            backward_hop=(0.0, *backward_hop),
+            forward_p2p=(*forward_p2p, 0.0),
+            backward_p2p=(0.0, *backward_p2p),
             activation=memory(self.activation),
             held_for_weight=memory(self.held_for_weight),
             whole=_sum(seconds(self.whole), backward_comm),
@@ -606,7 +606,7 @@ class Costs:
         if self.vocabulary is None:
             return None
         ranks, end = range(self.pipeline_size), placement.rank_of[-1]
-        told, gather = max(self._hop(end, r) for r in ranks), self.vocabulary.gather
+        told, gather = max(self._latency(end, r) for r in ranks), self.vocabulary.gather
         share = [s * f for s, f in zip(self.vocabulary.shares, self.slowdown, strict=True)]
         return ShardCosts(
             output=tuple(self.vocabulary.output * s for s in share),
@@ -614,7 +614,7 @@ class Costs:
             loss=self.vocabulary.loss * self.slowdown[end],
             held=tuple(self.vocabulary.held * s for s in self.vocabulary.shares),
             arrival=told + self.vocabulary.scatter,
-            back=tuple(0.0 if r == end else self._hop(r, end) + gather for r in ranks),
+            back=tuple(0.0 if r == end else self._latency(r, end) + gather for r in ranks),
             told=told,
             **self._lookups(placement, share),
         )
@@ -624,11 +624,13 @@ class Costs:
         if self.vocabulary.lookup is None:
             return {}
         ranks, start = range(self.pipeline_size), placement.rank_of[0]
-        from_first = max(self._hop(start, r) for r in ranks)
+        from_first = max(self._latency(start, r) for r in ranks)
         return {
             "lookup": tuple(self.vocabulary.lookup * s for s in share),
             "from_first": from_first,
-            "of_lookup": tuple(from_first if r == start else self._hop(r, start) for r in ranks),
+            "of_lookup": tuple(
+                from_first if r == start else self._latency(r, start) for r in ranks
+            ),
         }
 
 

@@ -171,9 +171,9 @@ def split_interleaved(p: int, m: int, chunks: int) -> list[Schedule]:
     sequence = _sequence(groups, chunks)
     loop = (chunks - 1) * max(map(len, groups))
     found = []
-    for hops in (1, 2):
+    for slope in (1, 2):
         ranks = tuple(
-            _split_rank(rank, p, chunks, loop + hops * (p - 1 - rank), hops * rank, sequence)
+            _split_rank(rank, p, chunks, loop + slope * (p - 1 - rank), slope * rank, sequence)
             for rank in range(p)
         )
         schedule = Schedule("interleaved", looped(p, chunks), m, ranks)

@@ -442,9 +442,9 @@ class _Microbatch:
 
     def __init__(self, rows: Sequence[StageCosts], *, joined: bool) -> None:
         self.rows, self._joined = [row.shortest() for row in rows], joined
-        self.there = self._ways([(row.forward, row.forward_hop) for row in self.rows])
+        self.there = self._ways([(row.forward, row.forward_p2p) for row in self.rows])
         """By stage and slice, the seconds from the start of F to that of the first B."""
-        self.back = self._ways([(row.backward, row.backward_hop[1:]) for row in self.rows])
+        self.back = self._ways([(row.backward, row.backward_p2p[1:]) for row in self.rows])
         """By stage and slice, the seconds from the start of the first B to the end of B."""
 
     def _ways(self, rows: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[list[float]]:
@@ -456,16 +456,16 @@ class _Microbatch:
         stages = len(rows[0][0])
         found = [[0.0] * len(rows) for _ in range(stages)]
         for s in reversed(range(stages)):
-            for i, (seconds, hops) in reversed([*enumerate(rows)]):
+            for i, (seconds, latencies) in reversed([*enumerate(rows)]):
                 later = found[s][i + 1] if i + 1 < len(rows) else 0.0
-                onward = found[s + 1][i] + hops[s] if s + 1 < stages else 0.0
+                onward = found[s + 1][i] + latencies[s] if s + 1 < stages else 0.0
                 found[s][i] = seconds[s] + max(later, onward)
         return found
 
     def arrival(self, stage: int) -> float:
         """Return the earliest start of the first F of a stage."""
         first = self.rows[0]
-        return sum(first.forward[s] + first.forward_hop[s] for s in range(stage))
+        return sum(first.forward[s] + first.forward_p2p[s] for s in range(stage))
 
     def first_backward(self, stage: int) -> float:
         """Return the earliest start of the first B of a stage."""

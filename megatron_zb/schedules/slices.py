@@ -594,7 +594,7 @@ class TurnCosts(SlicedCosts):
             whole = tuple(a - h + f for a, h, f in zip(back.activation, held, freed, strict=True))
         tables = {
             name: getattr(back, name)
-            for name in ("backward", "backward_hop", "weight", "held_for_weight", "whole")
+            for name in ("backward", "backward_p2p", "weight", "held_for_weight", "whole")
         }
         memory = {"activation": back.activation, "held_for_weight": freed, "by_whole": whole}
         others = tuple((f"freed_{name}", table) for name, table in memory.items())

@@ -40,7 +40,7 @@ class ShardCosts:
 class StageCosts:
     """Costs resolved for the stages of one placement (see :meth:`Costs.for_placement`).
 
-    ``forward_hop[s]`` is the time of the message from stage s to s+1 and ``backward_hop[s]`` from
+    ``forward_p2p[s]`` is the time of the message from stage s to s+1 and ``backward_p2p[s]`` from
     stage s to s-1, 0 on the same rank. ``activation[s]`` is the memory that F(s) holds and
     ``held_for_weight[s]`` the part still held between B(s) and W(s). ``whole`` are the seconds of
     BW; where it is empty, BW takes as long as B and W. ``others`` has those of other kinds, and
@@ -62,8 +62,8 @@ class StageCosts:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight: tuple[float, ...]
-    forward_hop: tuple[float, ...]
-    backward_hop: tuple[float, ...]
+    forward_p2p: tuple[float, ...]
+    backward_p2p: tuple[float, ...]
     activation: tuple[float, ...]
     held_for_weight: tuple[float, ...]
     whole: tuple[float, ...] = ()
@@ -133,24 +133,24 @@ class StageCosts:
         }
 
     @cached_property
-    def hops(self) -> dict[PassKind, tuple[float, ...]]:
+    def latencies(self) -> dict[PassKind, tuple[float, ...]]:
         """Transfer seconds of the output of a pass of each kind and stage."""
-        none = (0.0,) * len(self.forward_hop)
-        hops = dict.fromkeys(PassKind.all(), none)
-        backward = dict.fromkeys((PassKind.B, PassKind.BW), self.backward_hop)
-        hops |= {PassKind.F: self.forward_hop} | backward
+        none = (0.0,) * len(self.forward_p2p)
+        latencies = dict.fromkeys(PassKind.all(), none)
+        backward = dict.fromkeys((PassKind.B, PassKind.BW), self.backward_p2p)
+        latencies |= {PassKind.F: self.forward_p2p} | backward
         if self.shards is not None:
-            hops[PassKind.F] = (*self.forward_hop[:-1], self.shards.arrival)
-            hops[PassKind.P] = (*none[1:], self.shards.told)
-            hops[PassKind.O] = none + self.shards.back
-            hops[PassKind.V] = hops[PassKind.G] = none + (0.0,) * len(self.shards.back)
+            latencies[PassKind.F] = (*self.forward_p2p[:-1], self.shards.arrival)
+            latencies[PassKind.P] = (*none[1:], self.shards.told)
+            latencies[PassKind.O] = none + self.shards.back
+            latencies[PassKind.V] = latencies[PassKind.G] = none + (0.0,) * len(self.shards.back)
             if self.shards.lookup:
-                hops[PassKind.E] = none + self.shards.of_lookup
-                first = (self.shards.from_first, *self.backward_hop[1:])
-                hops |= dict.fromkeys((PassKind.B, PassKind.BW), first)
-                hops |= {PassKind.M: (self.shards.told,) * len(none)}
-                hops |= {PassKind.K: (self.shards.from_first,) * len(none)}
-        return hops
+                latencies[PassKind.E] = none + self.shards.of_lookup
+                first = (self.shards.from_first, *self.backward_p2p[1:])
+                latencies |= dict.fromkeys((PassKind.B, PassKind.BW), first)
+                latencies |= {PassKind.M: (self.shards.told,) * len(none)}
+                latencies |= {PassKind.K: (self.shards.from_first,) * len(none)}
+        return latencies
 
     @cached_property
     def memory(self) -> dict[str, tuple[float, ...]]:

@@ -229,7 +229,7 @@ class _GreedyForwards:
         self._done[stage] += 1
         self._clock[rank] = start + row.forward[stage]
         if stage + 1 < self._placement.num_stages:
-            self._arrivals[stage + 1].append(self._clock[rank] + row.forward_hop[stage])
+            self._arrivals[stage + 1].append(self._clock[rank] + row.forward_p2p[stage])
             reader = self._placement.rank_of[stage + 1]
             if reader != rank:
                 self._offer(reader)

@@ -398,7 +398,7 @@ class _Replaying:
         passes, rows = self._orders.ranks[rank], self._rows[rank]
         starts, ends = self._done.start[rank], self._done.end[rank]
         is_plain = not (graph.more or self._orders.pairs or self._done.engines)
-        seconds, hops = prices.all
+        seconds, latencies = prices.all
         end = ends[-1] if ends else 0.0
         for i in range(len(ends), len(passes)):
             row, unit = rows[i], passes[i][2]
@@ -411,7 +411,7 @@ class _Replaying:
                     missing = maker * units + unit
                     break
             if prices.of_units:
-                seconds, hops = prices.of_units[unit]
+                seconds, latencies = prices.of_units[unit]
             if is_plain or missing >= 0:
                 end = begin + seconds[row]
             else:
@@ -423,7 +423,7 @@ class _Replaying:
             ends.append(end)
             self._done.sequence.append((rank, i))
             for made in roles[row]:
-                arrival[made * units + unit] = end + hops[row]
+                arrival[made * units + unit] = end + latencies[row]
                 if made * units + unit in waiting:
                     self._runnable += waiting.pop(made * units + unit)
 
@@ -474,4 +474,4 @@ class _Prices:
             priced = ((table.get(kind.kind), stage) for kind, stage, _, _ in self._graph.rows)
             return [of[stage] if of and stage < len(of) else 0.0 for of, stage in priced]
 
-        return each(costs.seconds), each(costs.hops)
+        return each(costs.seconds), each(costs.latencies)

@@ -212,8 +212,8 @@ class BlockCosts:
             forward=zeros,
             backward=zeros,
             weight=zeros,
-            forward_hop=zeros,
-            backward_hop=zeros,
+            forward_p2p=zeros,
+            backward_p2p=zeros,
             activation=ones,
             held_for_weight=zeros,
             others=(

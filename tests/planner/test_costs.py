@@ -231,8 +231,8 @@ def test_a_message_takes_the_link_between_its_ranks() -> None:
     links = Places(in_node=near, between_nodes=far)
     workload = load(small(), a100().model_copy(update={"messages": links}))
     for in_node, link in ((True, near), (False, far)):
-        assert workload.hop(in_node) == link.seconds(2 * 1024 * 1024)
-        assert workload.hop(in_node, together=2) == link.seconds(4 * 1024 * 1024) / 2
+        assert workload.latency(in_node) == link.seconds(2 * 1024 * 1024)
+        assert workload.latency(in_node, together=2) == link.seconds(4 * 1024 * 1024) / 2
 
 
 @pytest.mark.parametrize("placement", [looped(4), looped(4, 2), v_shape(4)])

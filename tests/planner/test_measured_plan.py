@@ -46,7 +46,7 @@ def test_the_costs_of_the_placement_that_ran_are_those_it_has_measured() -> None
     own = measured.costs(placement).for_placement(placement)
     for name in ("forward", "backward", "weight", "activation", "held_for_weight"):
         assert getattr(fitted, name) == pytest.approx(getattr(own, name)), name
-    assert fitted.forward_hop == own.forward_hop
+    assert fitted.forward_p2p == own.forward_p2p
 
 
 def test_a_slow_rank_is_slow_in_every_placement() -> None:

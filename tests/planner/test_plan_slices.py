@@ -112,7 +112,7 @@ def test_what_slices_add_to_a_layer_is_what_a_hand_counts() -> None:
     assert more.weight == pytest.approx(7 * (products * kernel + 8 * weights * byte))
     link = device.messages.between_nodes
     assert cut_up.message() == whole.message() / 8
-    assert cut_up.hop(False) - whole.hop(False) == pytest.approx(7 * link.latency)
+    assert cut_up.latency(False) - whole.latency(False) == pytest.approx(7 * link.latency)
     assert byte_counts.logits(cut_up) == byte_counts.logits(whole) / 8
     slicing = cut("zb-h1", slices=8).slicing
     assert slicing is not None

@@ -186,10 +186,12 @@ def test_the_link_of_the_last_stage_carries_all_messages() -> None:
         one = 2 * 1024 * 1024 / place.bandwidth
         found = cut.costs(blocking=False).for_placement(cut.placement).shards
         assert found is not None
-        hop = one + place.latency
-        assert found.told == pytest.approx(hop)
-        assert found.arrival == pytest.approx(hop + 2 * one)  # three messages, one after another
-        assert found.back == pytest.approx([0.0, *[hop + 5 * one] * 3])  # of twice the size
+        latency = one + place.latency
+        assert found.told == pytest.approx(latency)
+        assert found.arrival == pytest.approx(
+            latency + 2 * one
+        )  # three messages, one after another
+        assert found.back == pytest.approx([0.0, *[latency + 5 * one] * 3])  # of twice the size
         assert cut.link_seconds == pytest.approx(9 * one)  # two of a part, one of rows
 
 

@@ -243,10 +243,10 @@ def test_messages_of_any_shape_arrive(ranks: RankPools, name: str) -> None:
     placement = schedules.build(name, pipeline_size=4, num_microbatches=microbatches).placement
     found = ranks(4).run(shapes_seen, name=name, num_microbatches=microbatches)
 
-    def read(hops: int, microbatch: int) -> tuple[int, ...]:
+    def read(stages_before: int, microbatch: int) -> tuple[int, ...]:
         """The shape of a message after so many stages: those of several dimensions grow."""
         dimensions = microbatch % 3 + 1
-        grown = hops - 1 if dimensions > 1 and microbatch > 0 else 0
+        grown = stages_before - 1 if dimensions > 1 and microbatch > 0 else 0
         return (microbatch + grown, *[microbatch] * (dimensions - 1))
 
     for rank, held in enumerate(placement.stages_of):
@@ -254,7 +254,7 @@ def test_messages_of_any_shape_arrive(ranks: RankPools, name: str) -> None:
             is_last = stage == placement.num_stages - 1
             # a gradient has the shape of what the stage has made
             read_after = [*([stage] if stage else []), *([] if is_last else [stage + 1])]
-            expected = [read(hops, m) for hops in read_after for m in range(microbatches)]
+            expected = [read(n, m) for n in read_after for m in range(microbatches)]
             assert seen == sorted(2 * expected), (rank, stage)
 
 

@@ -41,7 +41,7 @@ def test_any_order_is_valid_and_no_slower_than_that_of_training(
 
 
 def test_a_v_evaluates_about_as_fast_as_one_chunk() -> None:
-    """Units of one rank's forward work; 1F1B's order on one chunk takes 1.45 with these hops."""
+    """Units of one rank's forward work; 1F1B on one chunk takes 1.45 with these latencies."""
     p, m = 8, 16
     costs = costs_of(p)
     seconds = {}

@@ -38,10 +38,10 @@ def test_forwards_and_backwards_take_opposite_directions(
     placement: Placement, forward: tuple[float, ...], backward: tuple[float, ...]
 ) -> None:
     table = costs_of().for_placement(placement)
-    assert (table.forward_hop, table.backward_hop) == (forward, backward)
-    assert table.hops[F] == forward
-    assert table.hops[B] == table.hops[BW] == backward
-    assert table.hops[W] == (0.0,) * placement.num_stages
+    assert (table.forward_p2p, table.backward_p2p) == (forward, backward)
+    assert table.latencies[F] == forward
+    assert table.latencies[B] == table.latencies[BW] == backward
+    assert table.latencies[W] == (0.0,) * placement.num_stages
 
 
 def shards(placement: Placement) -> tuple[StageCosts, ShardCosts]:
@@ -59,9 +59,9 @@ def test_shards_hear_from_the_last_stage_and_answer_it() -> None:
     assert found.told == 8.0
     assert found.arrival == 8.0 + 16.0
     assert found.back == (0.5 + 32.0, 2.0 + 32.0, 0.0)
-    assert table.hops[F] == (0.25, 2.0, 24.0)
-    assert table.hops[P] == (0.0, 0.0, 8.0)
-    assert table.hops[O] == (0.0, 0.0, 0.0, 32.5, 34.0, 0.0)
+    assert table.latencies[F] == (0.25, 2.0, 24.0)
+    assert table.latencies[P] == (0.0, 0.0, 8.0)
+    assert table.latencies[O] == (0.0, 0.0, 0.0, 32.5, 34.0, 0.0)
 
 
 def test_shards_of_a_v_answer_its_first_rank() -> None:
@@ -75,8 +75,8 @@ def test_lookups_answer_the_first_stage_and_hear_its_gradient() -> None:
     table, found = shards(looped(3))
     assert found.from_first == 0.5
     assert found.of_lookup == (0.5, 1.0, 4.0)
-    assert table.hops[E] == (0.0, 0.0, 0.0, 0.5, 1.0, 4.0)
-    assert table.hops[B] == table.hops[BW] == (0.5, 1.0, 8.0)
+    assert table.latencies[E] == (0.0, 0.0, 0.0, 0.5, 1.0, 4.0)
+    assert table.latencies[B] == table.latencies[BW] == (0.5, 1.0, 8.0)
 
 
 def test_an_order_with_shards_by_hand() -> None:

@@ -30,7 +30,7 @@ D, H = PassKind.D, PassKind.H
 
 
 def costs_of(p: int, copy: float = 0.5, **more: Any) -> Costs:
-    """Costs of a microbatch on a whole rank: F, B, W = 1, 1.2, 0.8 and a hop of 0.05."""
+    """Costs of a microbatch on a whole rank: F, B, W = 1, 1.2, 0.8 and a latency of 0.05."""
     costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.2, weight=0.8, p2p=0.05)
     return costs.with_offload(seconds=copy, **more)
 

@@ -40,7 +40,7 @@ F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 
 
 def equal_costs(p: int, comm: float = 0.5, pair_loss: float = 0.0) -> Costs:
-    """Costs of a microbatch on a whole rank: F, B, W = 1, 1.2, 0.8 and a hop of 0.05."""
+    """Costs of a microbatch on a whole rank: F, B, W = 1, 1.2, 0.8 and a latency of 0.05."""
     costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.2, weight=0.8, p2p=0.05)
     return costs.with_communication(forward=comm, backward=comm, pair_loss=pair_loss)
 

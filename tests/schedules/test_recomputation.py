@@ -30,7 +30,7 @@ F, B, W, BW, R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R
 
 
 def costs_of(p: int, kept: float = 0.1, **times: float) -> Costs:
-    """Costs of a microbatch on a whole rank: F, B, W = 1, 1.2, 0.8 and a hop of 0.05."""
+    """Costs of a microbatch on a whole rank: F, B, W = 1, 1.2, 0.8 and a latency of 0.05."""
     usual = {"forward": 1.0, "backward": 1.2, "weight": 0.8, "p2p": 0.05} | times
     return Costs.uniform(pipeline_size=p, **usual).with_recomputation(kept_input=kept)
 

@@ -239,12 +239,12 @@ def _longest_paths(schedule: Schedule, costs: schedules.Costs) -> dict[Pass, flo
             by_key[("B" if p.kind.value == "BW" else p.kind.value, p.stage, p.microbatch)] = p
     for (kind, stage, microbatch), p in by_key.items():
         if kind == "F" and stage < last:
-            hop = costs.p2p[placement.rank_of[stage]][placement.rank_of[stage + 1]]
-            edges.append((p, by_key["F", stage + 1, microbatch], hop))
+            latency = costs.p2p[placement.rank_of[stage]][placement.rank_of[stage + 1]]
+            edges.append((p, by_key["F", stage + 1, microbatch], latency))
         if kind == "B" and stage > 0:
-            hop = costs.p2p[placement.rank_of[stage]][placement.rank_of[stage - 1]]
-            hop = 0.0 if placement.rank_of[stage] == placement.rank_of[stage - 1] else hop
-            edges.append((p, by_key["B", stage - 1, microbatch], hop))
+            latency = costs.p2p[placement.rank_of[stage]][placement.rank_of[stage - 1]]
+            latency = 0.0 if placement.rank_of[stage] == placement.rank_of[stage - 1] else latency
+            edges.append((p, by_key["B", stage - 1, microbatch], latency))
     same_rank = {
         (a, b) for a, b, _ in edges if placement.rank_of[a.stage] == placement.rank_of[b.stage]
     }
@@ -252,8 +252,8 @@ def _longest_paths(schedule: Schedule, costs: schedules.Costs) -> dict[Pass, flo
     moved = True
     while moved:
         moved = False
-        for a, b, hop in edges:
-            delay = 0.0 if (a, b) in same_rank else hop
+        for a, b, latency in edges:
+            delay = 0.0 if (a, b) in same_rank else latency
             earliest = start[a] + seconds[a.kind.value][a.stage] + delay
             if earliest > start[b] + 1e-12:
                 start[b], moved = earliest, True

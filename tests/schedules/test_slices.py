@@ -113,8 +113,8 @@ class ByHand:
                 for p in rank:
                     for maker in filter(ends.__contains__, self.inputs(p)):
                         travels = rank_of[maker.stage] != rank_of[p.stage]
-                        hop = self.costs.p2p[0][1] * self.length(p) if travels else 0.0
-                        now = max(now, ends[maker] + hop)
+                        latency = self.costs.p2p[0][1] * self.length(p) if travels else 0.0
+                        now = max(now, ends[maker] + latency)
                     now += self.seconds(p)
                     changed |= ends[p] != now
                     ends[p] = now

@@ -52,7 +52,7 @@ def _inputs(schedule: Schedule, p: Pass, n: int) -> Iterator[Pass]:
         yield from (Pass(kind, 0, p.microbatch) for kind in (B, BW))
 
 
-def _check_times(timeline: Timeline, n: int, hop: float) -> None:
+def _check_times(timeline: Timeline, n: int, latency: float) -> None:
     ends, rank_of = {}, {}
     for rank, passes in enumerate(timeline.schedule.ranks):
         for p, end in zip(passes, timeline.end[rank], strict=True):
@@ -60,7 +60,7 @@ def _check_times(timeline: Timeline, n: int, hop: float) -> None:
     for rank, passes in enumerate(timeline.schedule.ranks):
         for p, start in zip(passes, timeline.start[rank], strict=True):
             for maker in filter(ends.__contains__, _inputs(timeline.schedule, p, n)):
-                least = hop if rank_of[maker] != rank else 0.0
+                least = latency if rank_of[maker] != rank else 0.0
                 assert start >= ends[maker] + least - 1e-9, (p, maker)
 
 
@@ -97,7 +97,7 @@ def _logits(schedule: Schedule, lengths: list[float]) -> float:
 @example("zb-h1", 2, 2, [2, 1], True, 0.0, 1.0)
 @example("auto", 4, 1, [1, 1, 1, 1], None, 0.5, 0.75)
 @example("1f1b", 2, 2, [1, 1], True, 0.0, 0.5)  # a whole backward frees what all slices have left
-@example("1f1b", 2, 1, [1, 2, 4, 4], None, 0.0, 1.0)  # the shortest slice takes a short hop
+@example("1f1b", 2, 1, [1, 2, 4, 4], None, 0.0, 1.0)  # the shortest slice takes a short latency
 def test_slices_of_shards_keep_their_order_and_their_limit(
     name: str, p: int, m: int, lengths: list[int], joined: bool | None, att: float, limit: float
 ) -> None:

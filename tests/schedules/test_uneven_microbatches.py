@@ -40,12 +40,12 @@ def _ends(schedule: Schedule, costs: Costs, lengths: tuple[float, ...]) -> dict[
     def input_of(p: Pass) -> float:
         length = lengths[p.microbatch]
         if p.kind is PassKind.F and p.stage > 0:
-            hop = table.forward_hop[p.stage - 1]
-            return ends[Pass(PassKind.F, p.stage - 1, p.microbatch)] + hop * length
+            latency = table.forward_p2p[p.stage - 1]
+            return ends[Pass(PassKind.F, p.stage - 1, p.microbatch)] + latency * length
         if p.kind in (PassKind.B, PassKind.BW) and p.stage < last:
-            hop, others = table.backward_hop[p.stage + 1], (PassKind.B, PassKind.BW)
+            latency, others = table.backward_p2p[p.stage + 1], (PassKind.B, PassKind.BW)
             made = (ends.get(Pass(kind, p.stage + 1, p.microbatch), 0.0) for kind in others)
-            return max(made) + hop * length
+            return max(made) + latency * length
         return 0.0
 
     changed = True

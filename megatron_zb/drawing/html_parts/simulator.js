@@ -47,7 +47,7 @@ const pipelines = (() => {
   /** Equal stages, from times of one microbatch on one rank and of a transfer. */
   function equalCosts(place, { forward, backward, weight, p2p }) {
     const each = (value) => range(place.stages).map(() => value / place.chunks);
-    const hop = (from, to) =>
+    const latency = (from, to) =>
       to < 0 || to >= place.stages || place.rankOf[from] === place.rankOf[to] ? 0 : p2p;
     return {
       forward: each(forward),
@@ -55,8 +55,8 @@ const pipelines = (() => {
       weight: each(weight),
       activation: each(1),
       heldForWeight: each(1),
-      forwardHop: range(place.stages).map((s) => hop(s, s + 1)),
-      backwardHop: range(place.stages).map((s) => hop(s, s - 1)),
+      forwardP2p: range(place.stages).map((s) => latency(s, s + 1)),
+      backwardP2p: range(place.stages).map((s) => latency(s, s - 1)),
       whole: [],
       forwardComm: each(0),
       backwardComm: each(0),
@@ -73,8 +73,8 @@ const pipelines = (() => {
       weight: all(table.weight),
       activation: all(table.activation),
       heldForWeight: all(table.held_for_weight),
-      forwardHop: all(table.forward_hop),
-      backwardHop: all(table.backward_hop),
+      forwardP2p: all(table.forward_p2p),
+      backwardP2p: all(table.backward_p2p),
       whole: all(table.whole),
       forwardComm: table.forward_comm.length ? all(table.forward_comm) : range(place.stages).map(() => 0),
       backwardComm: table.backward_comm.length ? all(table.backward_comm) : range(place.stages).map(() => 0),
@@ -93,8 +93,8 @@ const pipelines = (() => {
       forward: scaled("forward", "forward"),
       backward: scaled("backward", "backward"),
       weight: scaled("weight", "weight"),
-      forwardHop: scaled("forwardHop", "p2p"),
-      backwardHop: scaled("backwardHop", "p2p"),
+      forwardP2p: scaled("forwardP2p", "p2p"),
+      backwardP2p: scaled("backwardP2p", "p2p"),
       whole: costs.whole.map((v) => v * both),
       forwardComm: scaled("forwardComm", "forward"),
       backwardComm: scaled("backwardComm", "backward"),
@@ -138,9 +138,9 @@ const pipelines = (() => {
       start[rank].push(begin);
       end[rank].push(finish);
       if (kind === W) return;
-      const hop = kind === F ? costs.forwardHop[stage] : costs.backwardHop[stage];
+      const latency = kind === F ? costs.forwardP2p[stage] : costs.backwardP2p[stage];
       const made = key(place, kind, kind === F ? stage + 1 : stage - 1, microbatch);
-      ready.set(made, finish + hop);
+      ready.set(made, finish + latency);
       if (waiting.has(made)) {
         runnable.push(waiting.get(made));
         waiting.delete(made);

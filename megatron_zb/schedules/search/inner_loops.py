@@ -28,7 +28,7 @@ class Graph(NamedTuple):
     A pass is coded ``(kind * S + stage) * m + microbatch`` with kind 0 F, 1 B, 2 W; unless
     ``split``, W has no code in an order and its seconds follow those of B. By code are: the rank,
     the ``maker`` of the input and the ``reader`` of the output (-1 for none), the seconds of the
-    pass and of the ``hop`` of its input, and the memory that it takes, or frees if negative.
+    pass and of the ``latency`` of its input, and the memory that it takes, or frees if negative.
     ``stage_at[r * chunks + c]`` is the stage of chunk c on rank r, ``limit[r]`` the memory of rank
     r, ``work[r]`` the seconds of all its passes; ``tail_seconds[r]`` follow the last pass of rank r
     before it counts as done. Unless all microbatches are ``alike``, ``before[s * (m + 1) + j]`` is
@@ -44,7 +44,7 @@ class Graph(NamedTuple):
     maker: Any
     reader: Any
     seconds: Any
-    hop: Any
+    latency: Any
     memory: Any
     limit: Any
     work: Any
@@ -384,7 +384,7 @@ def hand_over(graph: Graph, space: GreedySpace, order: Any, r: int, code: int, e
     following = graph.reader[code]
     if following < 0:
         return -1
-    space.ready[following] = end + graph.hop[following]
+    space.ready[following] = end + graph.latency[following]
     return graph.rank[following]
 
 
@@ -520,7 +520,7 @@ def replay(
     """
     p, split = graph.pipeline_size, graph.split
     rank_of, maker, reader = graph.rank, graph.maker, graph.reader
-    seconds, hop, tail_seconds = graph.seconds, graph.hop, graph.tail_seconds
+    seconds, latency, tail_seconds = graph.seconds, graph.latency, graph.tail_seconds
     end, predecessor, position = space.end, space.predecessor, space.position
     clock, waiting, stack = space.clock, space.waiting, space.stack
     block = p * graph.chunks * graph.num_microbatches
@@ -552,8 +552,8 @@ def replay(
                 if end[need] < 0.0:
                     waiting[r] = need
                     break
-                if end[need] + hop[code] > start:
-                    start = end[need] + hop[code]
+                if end[need] + latency[code] > start:
+                    start = end[need] + latency[code]
                     reason = need
             other = -1
             if exchange is not None:
@@ -564,8 +564,8 @@ def replay(
                         if end[need] < 0.0:
                             waiting[r] = need
                             break
-                        if end[need] + hop[other] > start:
-                            start = end[need] + hop[other]
+                        if end[need] + latency[other] > start:
+                            start = end[need] + latency[other]
                             reason = need
             if states is None:
                 finish = start + seconds[code]
@@ -938,8 +938,8 @@ class Gaps(NamedTuple):
     The rows are F of each stage, then B, W, one P, and O and V of each rank; those of shards count
     only if ``cut``. With ``split``, every B is followed by a W. ``end`` is the rank of the last
     stage and ``holders[r]`` is 1 for a rank with a shard. By row is the rank; by code are the
-    seconds, the memory that the pass takes, or frees if negative, and the ``hop`` of its output.
-    ``leads[r * width + k]`` is the code of the k-th F or B of rank r, of ``num_leads[r]``.
+    seconds, the memory that the pass takes, or frees if negative, and the ``latency`` of its
+    output. ``leads[r * width + k]`` is the code of the k-th F or B of rank r, of ``num_leads[r]``.
     ``partner`` is by code of F the backward that it is joined with, which is the next lead, or -1,
     and ``of_pair`` the seconds of both. ``turn_of[j]`` is the turn of the B that reads P of j.
     """
@@ -953,7 +953,7 @@ class Gaps(NamedTuple):
     holders: Any
     seconds: Any
     memory: Any
-    hop: Any
+    latency: Any
     limit: Any
     leads: Any
     num_leads: Any
@@ -1089,7 +1089,7 @@ def hand_on(gaps: Gaps, space: GapSpace, events: Any, code: int, rank: int, end:
     m, stages, ranks = gaps.num_microbatches, gaps.stages, len(gaps.num_leads)
     counts, ready, width = space.counts, space.ready, len(gaps.leads) // ranks
     losses, outputs = 3 * stages * m, (3 * stages + 1) * m
-    row, j, arrival = code // m, code % m, end + gaps.hop[code]
+    row, j, arrival = code // m, code % m, end + gaps.latency[code]
     if row < stages - 1:
         ready[code + m] = arrival
         heappush(events, (arrival, gaps.rank[row + 1]))

@@ -49,7 +49,7 @@ def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
         if p.stage == 0:
             return True
         needed = starts[p.stage - 1, p.microbatch]
-        return end_of_w + row.backward_hop[p.stage] <= needed + tolerance
+        return end_of_w + row.backward_p2p[p.stage] <= needed + tolerance
 
     ranks = []
     for passes, ends in zip(schedule.ranks, timeline.end, strict=True):
@@ -168,7 +168,7 @@ class GapFiller:
             holders=engine.integers(self._holders),
             seconds=self._by_code(costs, lambda row, p: row.seconds[p.kind][p.stage]),
             memory=self._by_code(costs, lambda row, p: _RULES.memory_change(p, row)),
-            hop=self._by_code(costs, lambda row, p: row.hops[p.kind][p.stage]),
+            latency=self._by_code(costs, lambda row, p: row.latencies[p.kind][p.stage]),
             limit=engine.floats(limit),
             leads=engine.integers([c for each in leads for c in self._padded(each)]),
             num_leads=engine.integers([len(each) for each in leads]),

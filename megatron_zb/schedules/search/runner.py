@@ -125,9 +125,9 @@ class Problem:
                 lambda row, s: row.backward[s],
                 lambda row, s: row.weight[s],
             ),
-            hop=each(
-                lambda row, s: row.forward_hop[s - 1] if s > 0 else 0.0,
-                lambda row, s: row.backward_hop[s + 1] if s < last else self.turn,
+            latency=each(
+                lambda row, s: row.forward_p2p[s - 1] if s > 0 else 0.0,
+                lambda row, s: row.backward_p2p[s + 1] if s < last else self.turn,
             ),
             memory=each(
                 lambda row, s: row.activation[s],
