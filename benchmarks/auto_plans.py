@@ -85,10 +85,10 @@ def wrong_recommendation(path: Path) -> str | None:
         return None
     plan = plan_of(model, builtin_folder("devices") / f"{written.device}.yaml", written.gpus)
     found = recommended(plan) or "none"
-    cuts = found != "none" and plan.ranked[0].cuts_vocabulary
-    if (found, cuts) == (written.schedule, written.cuts_vocabulary):
+    cuts = found != "none" and plan.ranked[0].vocabulary_parallel
+    if (found, cuts) == (written.schedule, written.vocabulary_parallel):
         return None
-    found += " with a cut vocabulary" if cuts else ""
+    found += " with vocabulary parallelism" if cuts else ""
     return f"{path.stem} recommends {written.schedule}, and plan says {found}"
 
 

@@ -5,7 +5,7 @@
   python benchmarks/vocabulary_training.py --hidden 256 --sequence 128 --layers 16 --steps 8
 
 Trains the same model, untied and in fp32, on data that can be learned, under Megatron's own 1F1B,
-and under each of --schedules with even layers: its output layer whole, and cut along the vocabulary
+and under each of --schedules with even layers: its output layer whole, and vocabulary parallel
 over all ranks. Of each it tells
 
   losses     the greatest relative distance of a step's loss from that of Megatron's own schedule
@@ -78,7 +78,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Contender:
-    """A schedule, None for Megatron's own, and whether the output layer is cut."""
+    """A schedule, None for Megatron's own, and whether the output layer is vocabulary parallel."""
 
     schedule: str | None
     cut: bool = False

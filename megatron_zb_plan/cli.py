@@ -412,7 +412,7 @@ def print_flags(arguments: argparse.Namespace) -> None:
     model = read_model(path_of("--config", "models", arguments.config))
     if arguments.schedule:
         asked = model.recommended
-        more = " --pipeline-vocabulary on" if asked and asked.cuts_vocabulary else ""
+        more = " --pipeline-vocabulary on" if asked and asked.vocabulary_parallel else ""
         print(asked.schedule + more if asked else "none")
     else:
         words = mock_data_flags(model) if arguments.mock_data else []

@@ -47,7 +47,7 @@ _LARGE = 20_000  # passes: more are not lowered for their messages
 # Fields of a row in JSON, and the attributes whose names differ.
 _IN_JSON = (
     "schedule runs chunks layout is_even seconds seconds_even bubble activation_bytes rank "
-    "megatron has_by_default cuts_vocabulary overlaps_exchange"
+    "megatron has_by_default vocabulary_parallel overlaps_exchange"
 ).split()
 _ATTRIBUTES = {"schedule": "candidate", "runs": "family", "layout": "written"}
 
@@ -79,7 +79,7 @@ class ProfileRequest:
 
     @property
     def why_not_cut(self) -> str | None:
-        """Why there is no row with a cut vocabulary, None if there can be."""
+        """Why there is no row with vocabulary parallelism, None if there can be."""
         profile = self.profile
         rows, p = profile.model.vocabulary, profile.pipeline_size * profile.model.tensor
         if self.post_validation:
@@ -136,7 +136,7 @@ class MeasuredRow(PlanRow):
     @property
     def name(self) -> str:
         """Name in the table, with what the schedule runs, its chunks and its variant."""
-        cut = ", cut vocabulary" if self.cuts_vocabulary else ""
+        cut = ", vocabulary parallelism" if self.vocabulary_parallel else ""
         pairs = ", pairs" if self.overlaps_exchange and not self.megatron else ""
         return super().name + cut + pairs
 
@@ -272,7 +272,7 @@ class _MeasuredSearch(PlanSearch):
 
     def _costs_of_a_run(self, candidate: ScheduleCandidate) -> schedules.Costs | None:
         """Return the costs for which a run builds a named schedule; None where all are equal."""
-        if not (candidate.cuts_vocabulary or candidate.overlaps_exchange):
+        if not (candidate.vocabulary_parallel or candidate.overlaps_exchange):
             return None
         profile = self.fit.profile
         costs = schedules.Costs.uniform(
@@ -288,7 +288,7 @@ class _MeasuredSearch(PlanSearch):
     def try_cut(self, named: Sequence[ScheduleCandidate]) -> None:
         """Add rows of the fastest schedules of one or two chunks."""
         small = [row for row in self._ranked() if not row.megatron and row.chunks in (None, 2)]
-        self.found += self._variants(named, small[:VARIANTS], cuts_vocabulary=True)
+        self.found += self._variants(named, small[:VARIANTS], vocabulary_parallel=True)
 
     def try_pairs(self, named: Sequence[ScheduleCandidate]) -> None:
         """Add rows of the fastest schedules with the pairs of a run's search, and Megatron's."""
@@ -323,7 +323,7 @@ class _MeasuredSearch(PlanSearch):
         placement = best.timeline.schedule.placement
         auto = replace(
             candidate,
-            cuts_vocabulary=best.cuts_vocabulary,
+            vocabulary_parallel=best.vocabulary_parallel,
             overlaps_exchange=best.overlaps_exchange,
         )
         with suppress(UsageError):
@@ -413,7 +413,7 @@ def _print(
     for name, why in missing.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
     if asked.vocabulary == "auto" and (why_not := asked.why_not_cut) is not None:
-        console.print(Text(f" -  no cut vocabulary: {why_not}"), highlight=False)
+        console.print(Text(f" -  no vocabulary parallelism: {why_not}"), highlight=False)
     console.print(Text("\nflags of the first:", style="bold"))
     words = " \\\n  ".join(found[0].flags)
     console.print(Text(f"  {words}"), highlight=False, soft_wrap=True)

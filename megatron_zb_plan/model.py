@@ -32,7 +32,7 @@ class Recommended(Section):
     device: str | None = Field(
         None, max_length=80, description="of configs/devices", examples=["h100_sxm"]
     )
-    cuts_vocabulary: bool = Field(
+    vocabulary_parallel: bool = Field(
         False, description="whether with --pipeline-vocabulary on", examples=[True]
     )
 

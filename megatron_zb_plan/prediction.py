@@ -59,9 +59,9 @@ class PlanRow:
         return self.candidate in MEGATRON_OWN
 
     @property
-    def cuts_vocabulary(self) -> bool:
+    def vocabulary_parallel(self) -> bool:
         """Whether output layer and embedding are vocabulary parallel over all ranks."""
-        return self.runs.cuts_vocabulary
+        return self.runs.vocabulary_parallel
 
     @property
     def overlaps_exchange(self) -> bool:
@@ -336,7 +336,7 @@ class Ordered:
             candidate=candidate.name,
             runs=replace(
                 candidate,
-                cuts_vocabulary=staged.cuts_vocabulary,
+                vocabulary_parallel=staged.vocabulary_parallel,
                 overlaps_exchange=staged.overlaps_exchange,
             ),
             load=staged.load,

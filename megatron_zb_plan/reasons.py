@@ -89,7 +89,7 @@ def recommendation(plan: Plan) -> str:
 def _said(row: Prediction) -> str:
     flags = ["--overlap-moe-expert-parallel-comm"] if row.overlaps_exchange else []
     flags += [f"--pipeline-slices {row.slicing}"] if row.slicing is not None else []
-    flags += ["--pipeline-vocabulary on"] if row.cuts_vocabulary else []
+    flags += ["--pipeline-vocabulary on"] if row.vocabulary_parallel else []
     return f"{row.family} with {' and '.join(flags)}" if flags else row.family
 
 
@@ -98,7 +98,7 @@ def gain_of_cut(plan: Plan, row: Prediction) -> float | None:
 
     None where it has a whole one, or has nothing that fits with a whole one.
     """
-    whole = plan.without_cut.get(row.candidate) if row.cuts_vocabulary else None
+    whole = plan.without_cut.get(row.candidate) if row.vocabulary_parallel else None
     return None if whole is None else row.tokens_per_gpu / whole.tokens_per_gpu - 1
 
 
@@ -112,12 +112,15 @@ def vocabulary(plan: Plan) -> str:
     if cut is None:
         return "no schedule with vocabulary parallelism can be ahead here"
     named = f"{cut.family} with vocabulary parallelism ({cut.load.strategy})"
-    whole = [*(row for row in plan.ranked if not row.cuts_vocabulary), *plan.without_cut.values()]
+    whole = [
+        *(row for row in plan.ranked if not row.vocabulary_parallel),
+        *plan.without_cut.values(),
+    ]
     if not whole:
         return f"{named} is the best that fits; nothing fits without"
     best = max(whole, key=lambda row: row.tokens_per_gpu)
     lead = cut.tokens_per_gpu / best.tokens_per_gpu - 1
-    if any(row.cuts_vocabulary for row in plan.ranked):
+    if any(row.vocabulary_parallel for row in plan.ranked):
         how = f"{abs(lead):.1%} {'faster' if lead >= 0 else 'slower'} than"
         return f"{named} is {how} the best without, {best.candidate}"
     how = f"{abs(lead):.1%} {'ahead of' if lead >= 0 else 'behind'} {best.candidate}"

@@ -103,7 +103,7 @@ class PlanSearch(ABC):
             )
         everyone = [*self.own, *with_those_of_auto(chosen)]
         if asked.vocabulary == "on":
-            everyone = [c if c.megatron else replace(c, cuts_vocabulary=True) for c in everyone]
+            everyone = [c if c.megatron else replace(c, vocabulary_parallel=True) for c in everyone]
         named = [candidate for candidate in everyone if not candidate.takes_the_best]
         autos: list[_Step] = [
             (candidate.name, partial(self.take_the_best, candidate))
@@ -421,7 +421,7 @@ class _CountedSearch(PlanSearch):
             if found.smallest is not None:
                 self.smallest[name] = found.smallest
             self._enter(name, found.prediction, found.too_large, found.settings > 0)
-            if found.candidate.cuts_vocabulary:
+            if found.candidate.vocabulary_parallel:
                 self._note_cut(found.prediction)
             yield found.candidate
 
@@ -464,7 +464,7 @@ class _CountedSearch(PlanSearch):
         reached = [row.tokens_per_gpu for name, row in whole.items() if name in self.asked]
         floor = max(reached, default=0.0) * (1 + WORTH_A_CHANGE)
         able = [candidate for candidate in named if not candidate.overlaps_exchange]
-        for found in self._variants(able, floor, cuts_vocabulary=True):
+        for found in self._variants(able, floor, vocabulary_parallel=True):
             row, name = found.prediction, found.candidate.name
             self._note_cut(row)
             if row is not None and row.tokens_per_gpu >= floor:
@@ -479,7 +479,7 @@ class _CountedSearch(PlanSearch):
         if (own := self.best.get(MEGATRON_OVERLAP)) is not None:
             self._enter_if_faster("auto", own)  # in this package's order of the same
         able = [candidate for candidate in named if candidate.finds_pairs]
-        for found in self._variants(able, 0.0, cuts_vocabulary=False, overlaps_exchange=True):
+        for found in self._variants(able, 0.0, vocabulary_parallel=False, overlaps_exchange=True):
             if found.prediction is not None:
                 self._enter_if_faster(found.candidate.name, found.prediction)
                 self._enter_if_faster("auto", found.prediction)
@@ -530,7 +530,7 @@ class _CountedSearch(PlanSearch):
         They are some that nearly fit, and some that fit only if activations are dropped or moved.
         """
         job = self.job
-        if not (job.drops or job.moves) or candidate.cuts_vocabulary:  # training refuses both
+        if not (job.drops or job.moves) or candidate.vocabulary_parallel:  # training refuses both
             return []
         near = [(staged, m) for _, staged, m in self._promising(candidate)]
         far = self.looking.settings.if_dropped(candidate)
@@ -563,7 +563,7 @@ class _CountedSearch(PlanSearch):
         for tried in self.tried:
             if tried.prediction is None or tried.staged.placement.pipeline_size == 1:
                 continue
-            if tried.staged.cuts_vocabulary is not candidate.cuts_vocabulary:
+            if tried.staged.vocabulary_parallel is not candidate.vocabulary_parallel:
                 continue
             if tried.staged.overlaps_exchange:
                 continue  # the searches for pairs are those of the named schedules
@@ -589,7 +589,7 @@ class _CountedSearch(PlanSearch):
         for tried in self.tried:
             staged = tried.staged
             key = (staged.load.strategy, staged.placement, staged.layout)
-            if staged.cuts_vocabulary or staged.overlaps_exchange:
+            if staged.vocabulary_parallel or staged.overlaps_exchange:
                 continue  # the search for an order with shards is that of the named schedules
             if tried.setting.candidate.is_sliced is not candidate.is_sliced:
                 continue

@@ -43,11 +43,11 @@ from megatron_zb_plan.work import PassSeconds, Workload
 class EvenSplit:
     """A workload cut evenly, ends included: average work and memory of a rank.
 
-    With ``cuts_vocabulary``, every rank has a shard of the output layer.
+    With ``vocabulary_parallel``, every rank has a shard of the output layer.
     """
 
     load: Workload
-    cuts_vocabulary: bool = False
+    vocabulary_parallel: bool = False
 
     @cached_property
     def _middle(self) -> int:
@@ -77,7 +77,7 @@ class EvenSplit:
     @cached_property
     def rank(self) -> PassSeconds:
         """Seconds of a microbatch on the slowest rank of the best layout."""
-        if self.cuts_vocabulary:
+        if self.vocabulary_parallel:
             return self._rank_beside_shard + self._shard
         pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
         layer, output = self._parts
@@ -89,7 +89,7 @@ class EvenSplit:
 
     def rank_with(self, placement: Placement) -> PassSeconds:
         """Return :attr:`rank` where every stage but the first and the last has a layer at least."""
-        if self.cuts_vocabulary:
+        if self.vocabulary_parallel:
             return self.rank
         layer, output = self._parts
         others = [s for s in placement.stages_of[placement.rank_of[-1]] if s]
@@ -98,7 +98,7 @@ class EvenSplit:
 
     def of_stages(self, placement: Placement) -> PassSeconds:
         """Return :meth:`rank_with` without the shard of the rank, which fills waits."""
-        return self._rank_beside_shard if self.cuts_vocabulary else self.rank_with(placement)
+        return self._rank_beside_shard if self.vocabulary_parallel else self.rank_with(placement)
 
     @cached_property
     def held(self) -> ActivationBytes:
@@ -120,10 +120,10 @@ class EvenSplit:
         states = byte_counts.rank_states(
             self.load,
             range(layers - count, layers),
-            embedding=not self.cuts_vocabulary,
+            embedding=not self.vocabulary_parallel,
             output=False,
         )
-        return states + CountedShard(self.load).states if self.cuts_vocabulary else states
+        return states + CountedShard(self.load).states if self.vocabulary_parallel else states
 
 
 def estimated_seconds(
@@ -153,7 +153,7 @@ def estimated_memory(
     p = split.load.strategy.pipeline
     n = split.load.strategy.slices
     peak = (_peak(candidate, p, m * n, chunks) + n - 1) / n  # all slices are held before B
-    peak = min(m, peak + split.cuts_vocabulary / n)
+    peak = min(m, peak + split.vocabulary_parallel / n)
     fixed = split.states.total + split.load.device.reserved_bytes
     fixed += prefix(split.load, split.load.model.layers // p)
     held = split.held.activation
@@ -345,7 +345,7 @@ class CountedSettings:
             )
         shared = [s.load for s in found if can_be_shared(job.model, s.load.strategy)]
         cut = [] if job.vocabulary == "off" or job.why_not_cut else shared
-        return cls(job, found, [EvenSplit(load, cuts_vocabulary=True) for load in cut])
+        return cls(job, found, [EvenSplit(load, vocabulary_parallel=True) for load in cut])
 
     @property
     def have_exchange(self) -> bool:
@@ -354,7 +354,7 @@ class CountedSettings:
 
     def ordered(self, candidate: ScheduleCandidate) -> list[CountedSetting]:
         """Return the settings of a schedule, the fastest by formula first."""
-        splits = self.cut if candidate.cuts_vocabulary else self.whole
+        splits = self.cut if candidate.vocabulary_parallel else self.whole
         found = (setting for split in splits for setting in self._of_split(split, candidate))
         return sorted(found, key=lambda setting: -setting.rate)
 
@@ -366,7 +366,7 @@ class CountedSettings:
         """
         of_v = replace(candidate, family="v-zb")
         found = []
-        for split in self.cut if candidate.cuts_vocabulary else self.whole:
+        for split in self.cut if candidate.vocabulary_parallel else self.whole:
             fixed = split.states.total + split.load.device.reserved_bytes
             for setting in self._of_split(split, of_v):
                 held = setting.memory - fixed

@@ -25,7 +25,7 @@ from megatron_zb_plan.work import PassSeconds, Workload
 class StageWorkload:
     """A workload cut into the stages of a placement.
 
-    With ``cuts_vocabulary``, output layer and embedding are vocabulary parallel over all
+    With ``vocabulary_parallel``, output layer and embedding are vocabulary parallel over all
     ranks: the shard of rank r then counts as stage S + r where bytes are listed by stage. With
     ``overlaps_exchange``, pairs may hide the exchange of tokens between experts. With ``drops``,
     the schedule may drop activations and make them again, with ``moves`` move them to the host.
@@ -34,7 +34,7 @@ class StageWorkload:
     load: Workload
     placement: Placement
     layout: Layout
-    cuts_vocabulary: bool = False
+    vocabulary_parallel: bool = False
     overlaps_exchange: bool = False
     drops: bool = False
     moves: bool = False
@@ -42,7 +42,7 @@ class StageWorkload:
     @property
     def shard(self) -> CountedShard | None:
         """The shard of each rank, None where the output layer is whole."""
-        return CountedShard(self.load) if self.cuts_vocabulary else None
+        return CountedShard(self.load) if self.vocabulary_parallel else None
 
     @cached_property
     def layers_of(self) -> tuple[range, ...]:
@@ -154,7 +154,7 @@ class StageWorkload:
         ``in_groups`` is for the interleaved schedule: its ranks go through the chunks in step, so
         that the slowest stage of each chunk counts. Shards run when they can.
         """
-        if self.cuts_vocabulary or not in_groups:
+        if self.vocabulary_parallel or not in_groups:
             return max(self.busiest.total, self.link_seconds)
         stages = [[self.work[s].total for s in held] for held in self.placement.stages_of]
         return sum(max(chunk) for chunk in zip(*stages, strict=True))
@@ -304,7 +304,7 @@ class CountedCosts(CostModel):
         """
         load, model = self.load, self.load.model
         hides = variant.overlaps_exchange
-        shard = CountedShard(load) if variant.cuts_vocabulary else None
+        shard = CountedShard(load) if variant.vocabulary_parallel else None
         first = load.embedding() if shard is None else shard.looked_up
         output = load.output().total if shard is None else shard.loss + load.prediction().total
         works = {model.kind(i): self._work(i, hides) for i in model.alike(range(model.layers))}
@@ -323,7 +323,7 @@ class CountedCosts(CostModel):
     def staged(self, placement: Placement, counts: Layout, variant: Variant) -> StageWorkload:
         """Cut the workload into the stages of a layout."""
         return StageWorkload(
-            self.load, placement, counts, variant.cuts_vocabulary, variant.overlaps_exchange
+            self.load, placement, counts, variant.vocabulary_parallel, variant.overlaps_exchange
         )
 
     def costs(self, placement: Placement, counts: Layout, variant: Variant) -> Costs:

@@ -114,7 +114,7 @@ def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -
     out = [] if row.megatron else [f"--pipeline-schedule {row.family}"]
     if row.slicing is not None:
         out.append(f"--pipeline-slices {row.slicing}")
-    if row.cuts_vocabulary:
+    if row.vocabulary_parallel:
         out.append("--pipeline-vocabulary on")
     if row.dropped:
         out.append("--pipeline-recompute auto")
@@ -249,7 +249,7 @@ def _speed(plan: Plan, shown: list[tuple[int, int]]) -> Table:
     table.add_column("#", justify="right")
     table.add_column("schedule", no_wrap=True)
     table.add_column("setting")
-    is_cut = any(plan.ranked[index].cuts_vocabulary for _, index in shown)
+    is_cut = any(plan.ranked[index].vocabulary_parallel for _, index in shown)
     for title in ("tok/s/GPU", "MFU", "bubble", "GiB", *["cut"] * is_cut):
         table.add_column(title, justify="right", no_wrap=True)
     for place, index in shown:
@@ -271,7 +271,7 @@ def _speed(plan: Plan, shown: list[tuple[int, int]]) -> Table:
 def _cut(plan: Plan, row: Prediction) -> str:
     """Return what cutting the output layer brings a row in tokens per second."""
     gain = gain_of_cut(plan, row)
-    return "" if not row.cuts_vocabulary else "yes" if gain is None else f"{gain:+.1%}"
+    return "" if not row.vocabulary_parallel else "yes" if gain is None else f"{gain:+.1%}"
 
 
 def _memory(plan: Plan, shown: list[tuple[int, int]]) -> Table:
@@ -300,7 +300,7 @@ def name_in(plan: Plan, row: Prediction) -> str:
 
 def setting_of(row: Prediction) -> str:
     """Return the strategy as text, marked: uneven layers, vocabulary parallelism, pairs, states."""
-    uneven, cut = "" if row.has_by_default else " uneven", " cut" if row.cuts_vocabulary else ""
+    uneven, cut = "" if row.has_by_default else " uneven", " cut" if row.vocabulary_parallel else ""
     pairs = " pairs" if row.overlaps_exchange else ""
     states = (" dropped" if row.dropped else "") + (" moved" if row.moved else "")
     return f"{row.load.strategy}{uneven}{cut}{pairs}{states}"
@@ -341,7 +341,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "recompute": strategy.recompute,
         "layout": layout.text(layout.lettered(row.layout)),
         **_slices(row, asked=plan.job.has_slices),
-        "vocabulary": "on" if row.cuts_vocabulary else "off",
+        "vocabulary": "on" if row.vocabulary_parallel else "off",
         "gain_of_cut": gain_of_cut(plan, row),
         "overlaps_exchange": row.overlaps_exchange,
         "dropped": row.dropped,

@@ -9,11 +9,11 @@ Each feature is a set of arguments for a small GPT on data that Megatron-LM make
 schedule trains an iteration and writes a checkpoint; from that, its own schedule and each of
 --schedules train a few more, without dropout. The losses that are printed must be equal: there are
 no tied weights and no norm of all gradients, whose sums depend on where layers are. Token slices
-and a cut output layer round in other places: ``within`` is by how much their losses differ at most,
-as a share, which --tolerance bounds. A feature that Megatron-LM itself cannot run here, for want of
-GPUs or of a library, says so and counts as not shown. Ranks that share a GPU need NCCL 2.31 or
-newer, which LD_PRELOAD can put before torch's. The last line is JSON; exit status 0 if all that ran
-was equal.
+and a vocabulary-parallel output layer round in other places: ``within`` is by how much their losses
+differ at most, as a share, which --tolerance bounds. A feature that Megatron-LM itself cannot run
+here, for want of GPUs or of a library, says so and counts as not shown. Ranks that share a GPU need
+NCCL 2.31 or newer, which LD_PRELOAD can put before torch's. The last line is JSON; exit status 0 if
+all that ran was equal.
 """
 
 from __future__ import annotations

@@ -200,7 +200,8 @@ def variant_of(schedule: Schedule, p: Pass) -> int:
 def bars_of(timeline: Timeline) -> Iterator[Bar]:
     """Yield the bars of all ranks, rank by rank in the order they run.
 
-    Those of a cut embedding, and D and H, are left out: they take next to no time, or none.
+    Those of a vocabulary-parallel embedding, and D and H, are left out: they take next to no time,
+    or none.
     """
     schedule = timeline.schedule
     for rank, passes in enumerate(schedule.ranks):

@@ -1,6 +1,6 @@
 """Costs of a model's layers on any placement, and those derived from a profile of a run.
 
-Whether that run had its ends whole or cut along the vocabulary, there are costs for both: what
+Whether that run had its ends whole or vocabulary parallel, there are costs for both: what
 has run is measured, and the other is derived from it. Costs counted from sizes have the same
 interface.
 """
@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Protocol
 
-from megatron_zb.measured.profile import CutVocabulary, Parts, Profile
+from megatron_zb.measured.profile import VocabularyTimes, Parts, Profile
 from megatron_zb.measured.usual_gpu import Cutting
 from megatron_zb.schedules import Costs, layout
 from megatron_zb.schedules.layout import Layout
@@ -26,12 +26,12 @@ class Variant:
 
     Attributes:
         blocking: a rank cannot compute while its messages travel.
-        cuts_vocabulary: vocabulary parallelism over all pipeline ranks.
+        vocabulary_parallel: vocabulary parallelism over all pipeline ranks.
         overlaps_exchange: overlapped forward-backward pairs hide the expert all-to-all.
     """
 
     blocking: bool = False
-    cuts_vocabulary: bool = False
+    vocabulary_parallel: bool = False
     overlaps_exchange: bool = False
 
 
@@ -104,7 +104,7 @@ class Fit(CostModel):
     """Costs of the parts of a model, and the slowdown of each rank against the median.
 
     ``parts`` are those of a model with whole ends, ``left`` what is left of them on the stages
-    where the vocabulary is cut.
+    with vocabulary parallelism.
     """
 
     profile: Profile
@@ -182,7 +182,7 @@ class Fit(CostModel):
 
     def layouts(self, placement: Placement, variant: Variant) -> Sequence[Layout]:
         """Return the even layout, and the one that counts the ends as so many layers."""
-        ends = self.in_layers(cut=variant.cuts_vocabulary)
+        ends = self.in_layers(cut=variant.vocabulary_parallel)
         return layout.choices(self.profile.model.layers, placement, *ends)
 
     def costs(self, placement: Placement, counts: Layout, variant: Variant = _USUAL) -> Costs:
@@ -191,7 +191,7 @@ class Fit(CostModel):
         Where messages are blocking, a pass lasts until its message is there. Pairs hide the same
         seconds of every layer as those of the run.
         """
-        if variant.cuts_vocabulary:
+        if variant.vocabulary_parallel:
             return self.cut_costs(placement, counts, self.cutting or Cutting())
         costs = self._costs(self.parts, placement, counts, blocking=variant.blocking)
         exchange = self.profile.exchange if variant.overlaps_exchange else None
@@ -253,7 +253,7 @@ def _predicting(profile: Profile, name: str, part: FittedPart) -> float:
     return seconds
 
 
-def _whole_ends(cut: CutVocabulary, start: int) -> dict[str, tuple[float, float]]:
+def _whole_ends(cut: VocabularyTimes, start: int) -> dict[str, tuple[float, float]]:
     """Return what an embedding and an output layer would take whole, by quantity, of shards.
 
     Half of O is F's and half of it B's, for it multiplies twice; all of V is W's. Every rank looks

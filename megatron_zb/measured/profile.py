@@ -155,7 +155,7 @@ class Parts(Section):
 
 
 class ShardProfile(Section):
-    """Shard of one rank, where the vocabulary is cut over all: the mean of a step, and bytes.
+    """Shard of one rank with vocabulary parallelism: the mean of a step, and bytes.
 
     As of a stage, of its slowest replica.
     """
@@ -182,8 +182,8 @@ class ShardHost(Section):
     gradient: float = _part("G")
 
 
-class CutVocabulary(Section):
-    """Output layer and embedding that are cut along the vocabulary over all ranks."""
+class VocabularyTimes(Section):
+    """Output layer and embedding that are vocabulary parallel over all ranks."""
 
     shards: list[ShardProfile] = Field(
         min_length=2, max_length=100_000, description="that of every rank, in logical order"
@@ -259,7 +259,7 @@ class Profile(Section):
     outside: float = Field(
         default=0.0, ge=0, lt=1e5, description="seconds of a step outside of its passes"
     )
-    vocabulary: CutVocabulary | None = Field(
+    vocabulary: VocabularyTimes | None = Field(
         default=None, description="of shards, where the run has cut its vocabulary over all ranks"
     )
     host_link: HostLinkProfile | None = Field(

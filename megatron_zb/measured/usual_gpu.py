@@ -70,7 +70,7 @@ class Cutting:
         embedding: float,
         held: float,
     ) -> Costs:
-        """Return the costs with a cut output layer and a cut embedding.
+        """Return the costs with a vocabulary-parallel output layer and embedding.
 
         Args:
             costs: those of the layers, without both.

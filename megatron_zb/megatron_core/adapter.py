@@ -148,7 +148,7 @@ class PipelineAdapter:
         less = 1 - seconds[1] / seconds[0]
         if less > 0:
             cut.say(
-                f"the output layer is cut along the vocabulary: {less:.1%} less time than whole, "
+                f"the output layer is vocabulary parallel: {less:.1%} less time than whole, "
                 f"simulated for {ends}"
             )
             return cut
@@ -343,12 +343,12 @@ class PipelineAdapter:
         before anything else reads weights, gradients or states: see :class:`PostValidation`.
 
         Raises:
-            UsageError: the output layer is cut along the vocabulary.
+            UsageError: the output layer is vocabulary parallel.
         """
         if self.costs.vocabulary is not None:
             raise UsageError(
-                "optimizer post-validation cannot be combined with an output layer that is cut "
-                "along the vocabulary: the forwards that run again have no passes of it"
+                "optimizer post-validation cannot be combined with a vocabulary-parallel output "
+                "layer: the forwards that run again have no passes of it"
             )
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         ranks = self.physical.pipeline_ranks(pipeline)
@@ -480,7 +480,7 @@ def _settings(
     """Return the settings of a named schedule: limits have a share, and choices go to who has them.
 
     Args:
-        cuts: whether the output layer may be cut along the vocabulary.
+        cuts: whether the output layer may be vocabulary parallel.
     """
     family, profile, scale = catalog.family(args.pipeline_schedule), sizes.profile, 1.0
     if profile is not None:

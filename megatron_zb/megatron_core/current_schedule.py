@@ -175,8 +175,8 @@ class CurrentSchedule:
             )
         if any(p.kind is PassKind.O for rank in schedule.ranks for p in rank):
             raise UsageError(
-                f"the schedule {schedule.name} has passes of an output layer that is cut: tables "
-                "train with a whole one; name a schedule, with --pipeline-vocabulary on"
+                f"the schedule {schedule.name} has passes of a vocabulary-parallel output layer: "
+                "tables train with a whole one; name a schedule, with --pipeline-vocabulary on"
             )
         costs = _equal_costs(sizes.pipeline_size)
         return cls(schedule, costs, ScheduleSettings(), build, sizes.known_attention)

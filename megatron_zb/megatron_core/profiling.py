@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_zb.measured import parts
 from megatron_zb.measured.parts import StageTimes
 from megatron_zb.measured.profile import (
-    CutVocabulary,
+    VocabularyTimes,
     HostLinkProfile,
     LinkProfile,
     PairProfile,
@@ -101,7 +101,7 @@ class Profiling:
         self.usual = current.schedule
         """The schedule before and after the measurement."""
         is_cut = current.costs.vocabulary is not None
-        # a rank's part of a cut vocabulary counts as a stage behind those of the model
+        # a rank's shard of the vocabulary counts as a stage behind those of the model
         self._shard = self.usual.placement.num_stages + held[0].rank if is_cut else None
         self._num_microbatches = self.usual.num_microbatches
         self._timed = WARM_UP + TIMED + WHOLE
@@ -385,7 +385,7 @@ def _pairs(steps: Steps) -> list[PairProfile]:
 
 
 class _OfShard(NamedTuple):
-    """What one rank has measured of a cut vocabulary; ``loss`` is 0 where no P runs."""
+    """What one rank has measured of vocabulary parallelism; ``loss`` is 0 where no P runs."""
 
     shard: ShardProfile
     loss: float
@@ -419,7 +419,7 @@ def _host_link(ranks: Sequence[CopyTimes]) -> HostLinkProfile | None:
     return HostLinkProfile(bandwidth=BYTES / seconds, full_duplex=full_duplex)
 
 
-def _cut_vocabulary(ranks: Sequence[Sequence[_OfShard]]) -> CutVocabulary | None:
+def _cut_vocabulary(ranks: Sequence[Sequence[_OfShard]]) -> VocabularyTimes | None:
     """Put together what the replicas of every logical rank have measured, in order."""
     if not ranks:
         return None
@@ -429,7 +429,7 @@ def _cut_vocabulary(ranks: Sequence[Sequence[_OfShard]]) -> CutVocabulary | None
         who = [of for of in everyone if of.loss > 0] if name == "loss" else everyone
         return median(of.host[name] for of in who)
 
-    return CutVocabulary(
+    return VocabularyTimes(
         shards=merged_shards([[of.shard for of in seen] for seen in ranks]),
         loss=max(of.loss for of in everyone),
         host=ShardHost(**{name: usual(name) for name in ShardHost.model_fields}),

@@ -295,7 +295,7 @@ def check_steps_taken_back(config: Any) -> None:
 
 
 def why_whole(args: argparse.Namespace) -> str | None:
-    """Return why no output layer can be cut along the vocabulary for such arguments, if so."""
+    """Return why no output layer can be vocabulary parallel for such arguments, if so."""
     asked = Asked(args=args, choice="", facts={"pipeline_vocabulary": "on"})  # type: ignore[dict-item]
     found = next(refusals(asked, only=("vocabulary",)), None)
     return None if found is None else f"{found.flag}: {found.why}"

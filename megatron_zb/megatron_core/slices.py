@@ -148,7 +148,7 @@ class SlicesPart(StepPart):
         return SlicedStage
 
     def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
-        if not isinstance(stage, SlicedStage):  # the passes of a cut vocabulary have no layers
+        if not isinstance(stage, SlicedStage):  # passes of the vocabulary have no layers
             return
         stage.cut = self.cuts[stage.chunk]
         stage.staying = stage.cut.storages

@@ -34,8 +34,8 @@ from megatron_zb.megatron_core.split_backward import (
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, device
 from megatron_zb.megatron_core.vocabulary_shard import (
-    CutEmbedding,
-    CutOutput,
+    VocabularyParallelEmbedding,
+    VocabularyParallelOutput,
     PredictedLosses,
     cut,
     with_later,
@@ -92,19 +92,19 @@ class VocabularyPart(StepPart):
 
     def __init__(self, physical: PhysicalPlacement) -> None:
         self._physical = physical
-        self._output: CutOutput | None = None
+        self._output: VocabularyParallelOutput | None = None
         self._prediction: PredictedLosses | None = None
         self._handoff = HandoffBuffer()
 
     @property
-    def output(self) -> CutOutput:
+    def output(self) -> VocabularyParallelOutput:
         assert self._output is not None, "the model is built before the first step"
         return self._output
 
     def prepare_model(self, chunks: list[Any]) -> None:
         if self._output is not None:
             raise UsageError(
-                "a second model was built, but the shards of a cut vocabulary are those of one "
+                "a second model was built, but the shards of the vocabulary are those of one "
                 "model: give --pipeline-vocabulary off, or build one"
             )
         self._output = cut(chunks, self._physical)
@@ -182,7 +182,7 @@ class ShardPasses:
     def __init__(
         self,
         step: Step,
-        output: CutOutput,
+        output: VocabularyParallelOutput,
         handoff: HandoffBuffer | None,
         first: FirstStage | None,
     ) -> None:
@@ -268,7 +268,7 @@ class _End(MegatronStage):
         step: Step,
         chunk: int,
         split: SplitBackward,
-        output: CutOutput,
+        output: VocabularyParallelOutput,
         handoff: HandoffBuffer,
     ) -> None:
         super().__init__(step, chunk, split)
@@ -290,7 +290,7 @@ class _End(MegatronStage):
 
 
 class LastStage(_End):
-    """The last stage where the output layer is cut: its F ends before it, and P has the loss."""
+    """Last stage with a vocabulary-parallel output layer: F ends before it, P computes the loss."""
 
     computes_loss = False
 
@@ -299,7 +299,7 @@ class LastStage(_End):
         step: Step,
         chunk: int,
         split: SplitBackward,
-        output: CutOutput,
+        output: VocabularyParallelOutput,
         handoff: HandoffBuffer,
         prediction: PredictedLosses | None,
     ) -> None:
@@ -428,7 +428,7 @@ def empty_message(
     message: Message,
     shape: tuple[int, int, int],
     config: Any,
-    output: CutOutput,
+    output: VocabularyParallelOutput,
     placement: Placement,
 ) -> torch.Tensor:
     """Return an empty tensor for a message to or from a shard.
@@ -471,14 +471,14 @@ class _Called(Exception):
 
 
 class FirstStage(_End):
-    """The first stage where the embedding is cut: its F is given what has been looked up."""
+    """First stage with a vocabulary-parallel embedding: its F gets the tokens' embeddings."""
 
     def __init__(
         self,
         step: Step,
         chunk: int,
         split: SplitBackward,
-        output: CutOutput,
+        output: VocabularyParallelOutput,
         handoff: HandoffBuffer,
     ) -> None:
         super().__init__(step, chunk, split, output, handoff)
@@ -514,7 +514,7 @@ class FirstStage(_End):
         else:
             raise UsageError(
                 "the forward step did not call the model of the first stage, so the embedding "
-                "cannot be cut along the vocabulary: give --pipeline-vocabulary off"
+                "cannot be vocabulary parallel: give --pipeline-vocabulary off"
             )
         finally:
             hook.remove()
@@ -530,8 +530,8 @@ class FirstStage(_End):
         tokens = bound.arguments.get("input_ids")
         if not isinstance(tokens, torch.Tensor) or bound.arguments.get("decoder_input") is not None:
             raise UsageError(
-                "the model was not called with input_ids, so the embedding cannot be cut along the "
-                "vocabulary: give --pipeline-vocabulary off"
+                "the model was not called with input_ids, so the embedding cannot be vocabulary "
+                "parallel: give --pipeline-vocabulary off"
             )
         packed = bound.arguments.get("packed_seq_params")
         return self._with_later(tokens, packed)
@@ -616,7 +616,7 @@ class EmbeddingPasses:
     def __init__(
         self,
         step: Step,
-        embedding: CutEmbedding,
+        embedding: VocabularyParallelEmbedding,
         first: FirstStage | None,
         tied: TiedGradient | None,
     ) -> None:

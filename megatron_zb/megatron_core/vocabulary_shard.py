@@ -82,7 +82,7 @@ class VocabularyShard(torch.nn.Module):
         labels, self._labels = self._labels, None
         if labels is None:
             raise UsageError(
-                "the model was called without labels: where the vocabulary is cut over the "
+                "the model was called without labels: with vocabulary parallelism over the "
                 "pipeline, no rank has its logits; give labels, or --pipeline-vocabulary off"
             )
         return labels
@@ -136,8 +136,8 @@ class Lookups(torch.nn.Module):
         return rows if self.spread else rows.transpose(0, 1)
 
 
-class CutEmbedding(NamedTuple):
-    """A rank's part of a cut embedding, in its model ``chunk``.
+class VocabularyParallelEmbedding(NamedTuple):
+    """A rank's part of a vocabulary-parallel embedding, in its model ``chunk``.
 
     The ``start``-th rank in logical order has the first stage. ``spread`` is that of
     :class:`Lookups`; ``tied`` says that the weight is the output layer's.
@@ -150,8 +150,8 @@ class CutEmbedding(NamedTuple):
     tied: bool
 
 
-class CutOutput(NamedTuple):
-    """A rank's part of a cut output layer, and of the embedding.
+class VocabularyParallelOutput(NamedTuple):
+    """A rank's part of a vocabulary-parallel output layer, and of the embedding.
 
     ``chunk`` of the rank holds it; ``end`` is the logical rank of the last stage, and ``depths``
     are 1 and the layers of multi-token prediction.
@@ -160,11 +160,11 @@ class CutOutput(NamedTuple):
     shard: VocabularyShard
     chunk: int
     end: int
-    embedding: CutEmbedding
+    embedding: VocabularyParallelEmbedding
     depths: int
 
 
-def cut(chunks: list[Any], physical: PhysicalPlacement) -> CutOutput:
+def cut(chunks: list[Any], physical: PhysicalPlacement) -> VocabularyParallelOutput:
     """Give every pipeline rank its rows of both layers; collective over the pipeline.
 
     The last stage, or else the rank's first chunk, holds its shard as ``output_layer``; the rank's
@@ -183,7 +183,7 @@ def cut(chunks: list[Any], physical: PhysicalPlacement) -> CutOutput:
     spread, refused = scattering.told(start, first and _of_embedding(first)) or (False, "")
     if refused:
         raise UsageError(
-            f"the embedding cannot be cut along the vocabulary: {refused}; give "
+            f"the embedding cannot be vocabulary parallel: {refused}; give "
             "--pipeline-vocabulary off"
         )
     chunk = 0 if last is None else last
@@ -206,8 +206,8 @@ def cut(chunks: list[Any], physical: PhysicalPlacement) -> CutOutput:
         model.share_embeddings_and_output_weights = model.mtp_process = False
         model.shared_embedding_or_output_weight = _nothing
     holder = chunk if layer.tied else 0
-    of_embedding = CutEmbedding(embedding, holder, start, spread, layer.tied)
-    return CutOutput(output, chunk, end, of_embedding, layer.depths)
+    of_embedding = VocabularyParallelEmbedding(embedding, holder, start, spread, layer.tied)
+    return VocabularyParallelOutput(output, chunk, end, of_embedding, layer.depths)
 
 
 def _nothing() -> None:
@@ -262,7 +262,7 @@ class _OutputLayer(NamedTuple):
     def check(self, p: int) -> None:
         if self.refused:
             raise UsageError(
-                f"the output layer cannot be cut along the vocabulary: {self.refused}; give "
+                f"the output layer cannot be vocabulary parallel: {self.refused}; give "
                 "--pipeline-vocabulary off"
             )
         if self.rows % p:

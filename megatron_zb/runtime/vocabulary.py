@@ -1,4 +1,4 @@
-"""Arithmetic of an output layer and an embedding that are cut along the vocabulary.
+"""Arithmetic of vocabulary-parallel output layers and embeddings.
 
 *Balancing Pipeline Parallelism with Vocabulary Parallelism* (arXiv 2411.05288) with one barrier:
 each shard scales its exponentials by its own maximum, and what is left to do when all parts are

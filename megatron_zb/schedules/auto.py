@@ -113,7 +113,7 @@ def candidates(request: Request) -> list[Placement]:
 
 
 def candidates_with_vocabulary(request: Request) -> list[Placement]:
-    """Return the placements of one and two chunks for a cut output layer, or as asked for.
+    """Return placements of one and two chunks for vocabulary parallelism, or as asked for.
 
     Raises:
         UsageError: as :func:`candidates`.

@@ -262,7 +262,7 @@ def _work(rows: _Rows, stages: Sequence[int]) -> float:
 
 
 def _whole_work(placement: Placement, rows: _Rows, rank: int) -> float:
-    """Return the seconds of all passes of a rank, with those of an output layer that is cut."""
+    """Return the seconds of all passes of a rank, with those of its shard of the vocabulary."""
     total = _work(rows, placement.stages_of[rank])
     for count, row in rows:
         if row.shards is not None:

@@ -430,7 +430,7 @@ def _check_parts(costs: Costs) -> None:
 
 
 def _with_vocabulary(chosen: Family) -> Callable[[Request], Schedule]:
-    """Return the builder of a family whose output layer is cut along the vocabulary.
+    """Return the builder of a family whose output layer is vocabulary parallel.
 
     Its order is found by a search in every case, with room for one microbatch more: the last stage
     waits for all ranks between F and B.

@@ -31,7 +31,7 @@ def most_in_a_row(values: Sequence[float], count: int) -> float:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Costs of one microbatch of an output layer that is cut along the vocabulary over all ranks.
+    """Costs of one microbatch of a vocabulary-parallel output layer.
 
     ``output`` are the seconds of O of all shards together (logits, softmax and parts of the input
     gradient), ``weight`` those of V (weight gradients), ``loss`` those of P, which puts the parts
@@ -39,9 +39,9 @@ class Vocabulary:
     ``scatter`` and ``gather`` are the seconds by which the last stage's output takes longer to
     reach all ranks, and their parts to come back, than one message from a stage to the next.
     ``shares[r]`` is the share of the vocabulary on logical rank r, the same on all if left out.
-    ``lookup`` are the seconds of E of all shards together, and those of G, if the embedding is cut,
-    too; None if it is whole. ``predicts`` says that the last stage embeds later tokens, for
-    multi-token prediction.
+    ``lookup`` are the seconds of E of all shards together, and those of G, if the embedding is
+    vocabulary parallel, too; None if it is whole. ``predicts`` says that the last stage embeds
+    later tokens, for multi-token prediction.
     """
 
     output: float
@@ -107,7 +107,7 @@ class Costs:
     backward takes where that is known; else, or if it is empty, as long as both of its halves.
     Where microbatches are not all alike, ``microbatches[j]`` has the costs of microbatch j, and the
     other fields are those of a typical one: see :meth:`of_lengths`. ``vocabulary`` are the costs of
-    an output layer that is cut along the vocabulary, and no part of the slices then.
+    a vocabulary-parallel output layer, and no part of the slices then.
 
     ``forward_comm`` and ``backward_comm`` are seconds per slice in which F, and B or BW, only
     exchange tokens between experts, beside those in which they compute; empty if there are none. A
@@ -261,7 +261,7 @@ class Costs:
 
     @property
     def cuts_embedding(self) -> bool:
-        """Whether the embedding is cut along the vocabulary, like the output layer."""
+        """Whether the embedding is vocabulary parallel, like the output layer."""
         return self.vocabulary is not None and self.vocabulary.lookup is not None
 
     def with_vocabulary(
@@ -276,7 +276,7 @@ class Costs:
         shares: Sequence[float] | None = None,
         lookup: float | None = None,
     ) -> Costs:
-        """Return the costs with an output layer that is cut along the vocabulary over all ranks.
+        """Return the costs with a vocabulary-parallel output layer.
 
         Args:
             output, weight, loss, held, scatter, gather, lookup: see :class:`Vocabulary`.
@@ -303,7 +303,7 @@ class Costs:
         return replace(self, vocabulary=Vocabulary(**values, shares=given, lookup=lookup))
 
     def with_prediction(self) -> Costs:
-        """Return the costs of a cut embedding that embeds later tokens on the last stage, too."""
+        """Return the costs of a vocabulary-parallel embedding that the last stage also reads."""
         assert self.vocabulary is not None and self.cuts_embedding
         return replace(self, vocabulary=replace(self.vocabulary, predicts=True))
 

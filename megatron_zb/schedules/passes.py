@@ -29,12 +29,12 @@ class PassKind(str):
     T of the same stage and microbatch, on the same rank; ``U`` the update of the stage's students,
     after the last S of a step.
 
-    Where the output layer is cut along the vocabulary (arXiv 2411.05288), every rank r holds a
-    shard of it as stage S + r: ``O`` computes the shard's logits, their softmax within the shard
-    and its part of the input gradient; ``P``, on the rank of the last stage, puts the parts of all
-    shards together to the loss and the gradient of that stage's output; ``V`` is the weight
-    gradient of the shard. Where the embedding is cut, too, ``E`` looks up a microbatch's tokens in
-    the shard (on the rank of the first stage it reads them before), and ``G`` is the weight
+    Where the output layer is vocabulary parallel (arXiv 2411.05288), every rank r holds a shard of
+    it as stage S + r: ``O`` computes the shard's logits, their softmax within the shard and its
+    part of the input gradient; ``P``, on the rank of the last stage, puts the parts of all shards
+    together to the loss and the gradient of that stage's output; ``V`` is the weight gradient of
+    the shard. Where the embedding is vocabulary parallel, too, ``E`` looks up a microbatch's tokens
+    in the shard (on the rank of the first stage it reads them before), and ``G`` is the weight
     gradient of these rows. For multi-token prediction, E looks up the later tokens, too; ``M``
     hands their rows from the first stage to the last one, and ``K`` their gradients back.
 

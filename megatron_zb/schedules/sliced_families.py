@@ -238,7 +238,7 @@ class _SlicedOrders:
         return search_placement(name, block.placement, self.request, held, known=known)
 
     def _with_vocabulary(self, name: str) -> Schedule:
-        """Return a searched schedule with the passes of a cut output layer, in turns.
+        """Return a searched schedule with the passes of vocabulary parallelism, in turns.
 
         A rank has room for one unit more, as the last stage waits for all ranks between F and B.
         """
@@ -564,7 +564,7 @@ def _work(it: _Microbatch, stages: Sequence[int]) -> float:
 
 
 def _shard_work(it: _Microbatch, placement: Placement, rank: int) -> float:
-    """Return the seconds of a rank's shard of an output layer that is cut; waits may hold them."""
+    """Return the seconds of a rank's shard of the output layer, which may fill waits."""
     shards = [row.shards for row in it.rows if row.shards is not None]
     loss = sum(each.loss for each in shards) if rank == placement.rank_of[-1] else 0.0
     return loss + sum(each.output[rank] + each.weight[rank] for each in shards)

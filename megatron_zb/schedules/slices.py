@@ -33,7 +33,7 @@ from megatron_zb.schedules.stage_costs import Priced, StageCosts
 
 _F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 _OF_LOSS = frozenset({PassKind.O, PassKind.P, PassKind.V})
-"""Passes of a cut output layer: they need no other slice, and free the logits of each at once."""
+"""Passes of vocabulary parallelism: they need no other slice, and free the logits at once."""
 
 MOST_SLICES = 1024
 LEAST_TOKENS = 1024

@@ -15,13 +15,13 @@ from megatron_zb.schedules.placement import Placement
 
 @dataclass(frozen=True)
 class ShardCosts:
-    """Costs of a cut output layer on one placement, by logical rank.
+    """Costs of a vocabulary-parallel output layer on one placement, by logical rank.
 
     ``arrival`` is the time of the last stage's output to the farthest rank, ``back[r]`` that of a
     part from rank r to the last stage, and ``told`` that of the loss from there to all ranks. Where
-    the embedding is cut, too, ``lookup`` are the seconds of E and those of G, ``from_first`` is the
-    time of a message from the first stage to the farthest rank, and ``of_lookup[r]`` that of what E
-    of rank r makes, for the first stage or from it.
+    the embedding is vocabulary parallel, too, ``lookup`` are the seconds of E and those of G,
+    ``from_first`` is the time of a message from the first stage to the farthest rank, and
+    ``of_lookup[r]`` that of what E of rank r makes, for the first stage or from it.
     """
 
     output: tuple[float, ...]
@@ -47,7 +47,7 @@ class StageCosts:
     ``memory_of_others`` what they hold. Where
     microbatches are not all alike, ``microbatches[j]`` has the costs of microbatch j, and these are
     those of a typical one; equal rows are one object. ``shards`` are the costs of an output layer
-    that is cut along the vocabulary: rank r's shard counts as stage S + r.
+    that is vocabulary parallel: rank r's shard counts as stage S + r.
 
     ``forward_comm[s]`` of the seconds of F, and ``backward_comm[s]`` of those of B, are spent on
     nothing but the exchange of tokens between experts: a :class:`~passes.Pair` hides them. They

@@ -246,7 +246,7 @@ def a_second_model(vocabulary: str) -> str:
 def test_a_second_model_with_a_cut_vocabulary_is_refused(ranks: RankPools) -> None:
     job = ranks(2)
     for text in job.run(a_second_model, vocabulary="on"):
-        assert text.startswith("a second model was built, but the shards of a cut vocabulary are")
+        assert text.startswith("a second model was built, but the shards of the vocabulary are")
     assert job.run(a_second_model, vocabulary="off") == ["", ""]
 
 

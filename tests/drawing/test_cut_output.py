@@ -1,4 +1,4 @@
-"""Drawings of a schedule whose output layer is cut along the vocabulary: passes O, P and V."""
+"""Drawings of a schedule whose output layer is vocabulary parallel: passes O, P and V."""
 
 from __future__ import annotations
 

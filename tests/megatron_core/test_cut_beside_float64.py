@@ -1,4 +1,4 @@
-"""A whole model with a cut vocabulary, or on token slices, is as near to float64 as Megatron's own.
+"""A model with vocabulary parallelism, or on slices, is as near to float64 as Megatron's own.
 
 The reference has the layers of Megatron, with the same weights, in 64 bits, on as many ranks, and a
 loss of torch's. Which of two sums in another order is nearer to it is chance, so that errors are

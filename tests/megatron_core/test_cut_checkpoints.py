@@ -1,4 +1,4 @@
-"""Checkpoints of a cut output layer and of Megatron's whole one hold the same, to the last bit."""
+"""Checkpoints with vocabulary parallelism and without it hold the same, to the last bit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ STATES = ("exp_avg", "exp_avg_sq")
 class Leg:
     """A job that loads what the one before has saved, and saves it; the first trains it.
 
-    ``schedule`` is None for upstream, else the output layer is cut, ``rows`` are those of the
-    vocabulary with padding; what is no data parallelism is pipeline.
+    ``schedule`` is None for upstream, else the output layer is vocabulary parallel, ``rows`` are
+    those of the vocabulary with padding; what is no data parallelism is pipeline.
     """
 
     schedule: str | None

@@ -1,4 +1,4 @@
-"""An output layer and an embedding cut along the vocabulary over all ranks, beside Megatron's."""
+"""Vocabulary-parallel output layer and embedding over all ranks, beside Megatron's."""
 
 from __future__ import annotations
 
@@ -303,8 +303,8 @@ def test_post_validation_is_refused_by_a_program_of_its_own_too(ranks: RankPools
     """Megatron-LM's flags are refused before: see refusals.yaml."""
     for text in ranks(2).run(refusal_of_post_validation, case=GPTCase()):
         assert text == (
-            "optimizer post-validation cannot be combined with an output layer that is cut along "
-            "the vocabulary: the forwards that run again have no passes of it"
+            "optimizer post-validation cannot be combined with a vocabulary-parallel output layer: "
+            "the forwards that run again have no passes of it"
         )
 
 
@@ -359,7 +359,7 @@ def test_what_cannot_be_cut_is_refused_on_all_ranks(
 ) -> None:
     for text in ranks(2).run(refused, case=case):
         assert text == (
-            f"the output layer cannot be cut along the vocabulary: {said}; give "
+            f"the output layer cannot be vocabulary parallel: {said}; give "
             "--pipeline-vocabulary off"
         )
 
@@ -367,7 +367,7 @@ def test_what_cannot_be_cut_is_refused_on_all_ranks(
 def test_an_embedding_that_a_user_has_changed_is_refused_on_all_ranks(ranks: RankPools) -> None:
     for text in ranks(2).run(refused, case=GPTCase(frozen="word_embeddings")):
         assert text == (
-            "the embedding cannot be cut along the vocabulary: its weight is frozen; give "
+            "the embedding cannot be vocabulary parallel: its weight is frozen; give "
             "--pipeline-vocabulary off"
         )
 

@@ -1,4 +1,4 @@
-"""Token slices whose output layer and embedding are cut along the vocabulary, beside Megatron's."""
+"""Token slices whose output layer and embedding are vocabulary parallel, beside Megatron's."""
 
 from __future__ import annotations
 

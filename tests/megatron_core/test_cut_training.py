@@ -1,4 +1,4 @@
-"""What benchmarks/vocabulary_training.py tells of a cut vocabulary, in a short training."""
+"""What benchmarks/vocabulary_training.py tells of vocabulary parallelism, in a short training."""
 
 from __future__ import annotations
 

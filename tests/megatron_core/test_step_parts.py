@@ -63,9 +63,9 @@ def test_a_stage_that_two_parts_replace_is_of_both_types() -> None:
     assert both._type_of_stage(1, step) is MegatronStage
 
 
-@pytest.mark.parametrize("cuts_vocabulary", [True, False])
-def test_a_part_takes_the_place_of_one_of_its_type(cuts_vocabulary: bool) -> None:
-    costs = SimpleNamespace(vocabulary="cut" if cuts_vocabulary else None)
+@pytest.mark.parametrize("vocabulary_parallel", [True, False])
+def test_a_part_takes_the_place_of_one_of_its_type(vocabulary_parallel: bool) -> None:
+    costs = SimpleNamespace(vocabulary="cut" if vocabulary_parallel else None)
     current: Any = SimpleNamespace(costs=costs, slicing=None)
     found = parts.PartList(PHYSICAL, current)
     before = [type(part) for part in found.in_order()]
@@ -73,7 +73,7 @@ def test_a_part_takes_the_place_of_one_of_its_type(cuts_vocabulary: bool) -> Non
     found.add(WatchPart(7.0))
     assert found[WatchPart].timeout == 7.0
     assert [type(part) for part in found.in_order()] == before
-    assert (parts.VocabularyPart in found) is cuts_vocabulary
+    assert (parts.VocabularyPart in found) is vocabulary_parallel
 
 
 def test_every_part_has_a_place_in_the_order() -> None:

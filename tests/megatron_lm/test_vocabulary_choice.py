@@ -65,7 +65,7 @@ def seconds(found: PipelineAdapter, **upstream: Any) -> float:
 def test_a_large_output_layer_is_cut_and_a_tiny_one_is_not(name: str) -> None:
     large = adapter(f"{name} --pipeline-vocabulary auto", vocab_size=LARGE)
     assert is_cut(large)
-    assert said(large).startswith("the output layer is cut along the vocabulary: ")
+    assert said(large).startswith("the output layer is vocabulary parallel: ")
     assert "less time than whole, simulated for an embedding that counts for 0.00" in said(large)
     # putting the parts of four ranks together takes longer than an output layer of 128 rows
     tiny = adapter(f"{name} --pipeline-vocabulary auto", vocab_size=128)

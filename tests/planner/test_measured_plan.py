@@ -82,7 +82,7 @@ def test_a_plan_has_rows_with_and_without_a_cut_vocabulary(measured: Profile) ->
     with briefly():
         found, missing = rows(asked, candidates_of(["v-zb", "auto"])[2:])
     assert missing == {}
-    named = {row.cuts_vocabulary: row for row in found if row.candidate == "v-zb"}
+    named = {row.vocabulary_parallel: row for row in found if row.candidate == "v-zb"}
     assert named[True].seconds < named[False].seconds
     kinds = {p.kind for rank in named[True].timeline.schedule.ranks for p in rank}
     assert kinds >= {*"OPVEG"}
@@ -90,7 +90,7 @@ def test_a_plan_has_rows_with_and_without_a_cut_vocabulary(measured: Profile) ->
     assert "--pipeline-vocabulary on" not in named[False].flags
     assert named[True].is_even
     best = next(row for row in found if row.candidate == "auto")
-    assert best.cuts_vocabulary and best.seconds <= named[True].seconds
+    assert best.vocabulary_parallel and best.seconds <= named[True].seconds
 
 
 def test_a_plan_cuts_every_row_or_none_if_asked() -> None:
@@ -98,16 +98,16 @@ def test_a_plan_cuts_every_row_or_none_if_asked() -> None:
     for vocabulary in ("on", "off"):
         with briefly():
             found, _ = rows(replace(asked, vocabulary=vocabulary), candidates_of(["v-half"])[2:])
-        assert [row.cuts_vocabulary for row in found] == [vocabulary == "on"]
+        assert [row.vocabulary_parallel for row in found] == [vocabulary == "on"]
 
 
 def test_auto_takes_the_best_of_schedules_that_are_all_cut_if_asked() -> None:
     asked = ProfileRequest(cut_profile(), 8, None, post_validation=False, vocabulary="on")
     with briefly():
         found, _ = rows(asked, candidates_of(["v-half", "auto"]))
-    cut = {row.candidate for row in found if row.cuts_vocabulary}
+    cut = {row.candidate for row in found if row.vocabulary_parallel}
     assert cut == {"v-half", "auto"}
-    assert all(row.megatron for row in found if not row.cuts_vocabulary)
+    assert all(row.megatron for row in found if not row.vocabulary_parallel)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_vocabulary_that_cannot_be_cut_is_a_reason(asked: ProfileRequest, word
     with pytest.raises(UsageError, match=words):
         rows(asked, candidates_of(["v-half"])[2:])
     found, _ = rows(replace(asked, vocabulary="auto"), candidates_of(["v-half"])[2:])
-    assert [row.cuts_vocabulary for row in found] == [False]
+    assert [row.vocabulary_parallel for row in found] == [False]
 
 
 def test_iterations_in_a_row_are_shorter() -> None:

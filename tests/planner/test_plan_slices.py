@@ -156,7 +156,7 @@ def test_slices_are_planned_with_a_cut_vocabulary() -> None:
     choices = replace(ONE, slices=(4,))
     rows = {row.candidate: row for row in plan(20, choices, vocabulary="on").ranked}
     row = rows["v-half sliced"]
-    assert row.cuts_vocabulary and row.slicing is not None and row.schedule is not None
+    assert row.vocabulary_parallel and row.slicing is not None and row.schedule is not None
     kinds = {p.kind for rank in row.schedule.ranks for p in rank}
     assert {*map(PassKind, "OPVEG")} <= kinds
     given = " ".join(flags(row, 4)).split()

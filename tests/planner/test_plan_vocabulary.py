@@ -1,4 +1,4 @@
-"""An output layer that is cut along the vocabulary over the pipeline ranks, in plan."""
+"""A vocabulary-parallel output layer, in plan."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gapless() -> DeviceConfig:
 def cut_stages(model: ModelConfig | None = None, **changes: Any) -> StageWorkload:
     asked = load(model or small(), gapless(), **changes)
     (candidate,) = candidates_of(["v-half"])[2:]
-    found = cut_into_stages(asked, replace(candidate, cuts_vocabulary=True), None)
+    found = cut_into_stages(asked, replace(candidate, vocabulary_parallel=True), None)
     assert found is not None
     return found
 
@@ -99,7 +99,7 @@ def test_tensor_parallel_ranks_gather_and_sum() -> None:
 
 def test_states_of_all_shards_are_those_of_both_layers() -> None:
     cut = cut_stages()
-    whole = replace(cut, cuts_vocabulary=False)
+    whole = replace(cut, vocabulary_parallel=False)
     output = 1024 * 32000
     for which in ("parameters", "weights", "gradients", "optimizer"):
         sums = [sum(getattr(held, which) for held in of.states) for of in (whole, cut)]
@@ -167,7 +167,7 @@ def test_what_a_rank_does_is_in_its_costs() -> None:
     assert costs.shards.output == pytest.approx([shard.output] * 4)
     assert costs.shards.weight == pytest.approx([shard.weight] * 4)
     assert len(costs.activation) == 8
-    whole = replace(cut, cuts_vocabulary=False)
+    whole = replace(cut, vocabulary_parallel=False)
     norm = shard.last_norm
     assert cut.work[-1].total == pytest.approx(
         whole.work[-1].total - cut.load.output().total + norm.total
@@ -201,7 +201,7 @@ def test_no_iteration_is_shorter_than_the_messages_on_that_link() -> None:
     both = slow.messages.model_copy(update={"in_node": link, "between_nodes": link})
     cut = cut_stages()
     cut = replace(cut, load=replace(cut.load, device=slow.model_copy(update={"messages": both})))
-    candidate = ScheduleCandidate("v-half", "v-half", cuts_vocabulary=True)
+    candidate = ScheduleCandidate("v-half", "v-half", vocabulary_parallel=True)
     with briefly():
         found = predict(cut, candidate, IterationSettings(8), None)
     assert found.pipeline_seconds >= 8 * 6 * 2 * 1024 * 1024 / 1e6
@@ -274,7 +274,7 @@ def test_a_cut_that_pays_takes_the_place_of_a_whole_output_layer() -> None:
     """The output layer takes more than all layers of a rank: cutting it must pay."""
     auto, off, on = (plan(["v-half"], vocabulary=asked) for asked in ("auto", "off", "on"))
     first = auto.ranked[0]
-    assert (first.candidate, first.cuts_vocabulary) == ("v-half", True)
+    assert (first.candidate, first.vocabulary_parallel) == ("v-half", True)
     assert "--pipeline-vocabulary on" in flags(first, 16)
     whole = next(row for row in off.ranked if row.candidate == "v-half")
     gain = gain_of_cut(auto, first)
@@ -283,20 +283,20 @@ def test_a_cut_that_pays_takes_the_place_of_a_whole_output_layer() -> None:
     assert gain > 0.5
     assert recommendation(auto).startswith("run v-half with --pipeline-vocabulary on: ")
     assert "is " in vocabulary(auto) and " faster than the best without" in vocabulary(auto)
-    assert not any(row.cuts_vocabulary for row in off.ranked)
+    assert not any(row.vocabulary_parallel for row in off.ranked)
     assert not any("--pipeline-vocabulary" in flag for row in off.ranked for flag in flags(row, 16))
-    assert [row.cuts_vocabulary for row in on.ranked if row.candidate == "v-half"] == [True]
-    assert not any(row.cuts_vocabulary for row in on.ranked if row.candidate != "v-half")
+    assert [row.vocabulary_parallel for row in on.ranked if row.candidate == "v-half"] == [True]
+    assert not any(row.vocabulary_parallel for row in on.ranked if row.candidate != "v-half")
     assert first.memory.total < whole.memory.total  # its logits and its states were on one rank
 
 
 def test_auto_takes_the_best_with_a_cut_output_layer() -> None:
     found = plan(["auto", "v-half"])
     rows = {row.candidate: row for row in found.ranked}
-    assert rows["auto"].cuts_vocabulary
+    assert rows["auto"].vocabulary_parallel
     assert rows["auto"].tokens_per_gpu >= rows["v-half"].tokens_per_gpu
     alone = plan(["auto"], vocabulary="on")
-    assert {row.candidate: row.cuts_vocabulary for row in alone.ranked}["auto"]
+    assert {row.candidate: row.vocabulary_parallel for row in alone.ranked}["auto"]
 
 
 def test_a_small_vocabulary_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_a_small_vocabulary_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan(["v-half"], model=small(vocabulary=512))
     assert found.cut is not None
     assert found.cut.tokens_per_gpu < found.ranked[0].tokens_per_gpu * (1 + WORTH_A_CHANGE)
-    assert not any(row.cuts_vocabulary for row in found.ranked)
+    assert not any(row.vocabulary_parallel for row in found.ranked)
     assert "not worth a change" in vocabulary(found)
 
 
@@ -345,7 +345,7 @@ def test_auto_is_never_behind_a_whole_or_a_cut_output_layer(name: str) -> None:
     on = plan(["v-half"], vocabulary="on", **first)
     assert auto.ranked[0].tokens_per_gpu * (1 + WORTH_A_CHANGE) >= on.ranked[0].tokens_per_gpu
     rows = {row.candidate: row for row in auto.ranked}
-    if rows["v-half"].cuts_vocabulary:
+    if rows["v-half"].vocabulary_parallel:
         assert (
             rows["v-half"].tokens_per_gpu
             > {row.candidate: row.tokens_per_gpu for row in off.ranked}["v-half"]
@@ -385,7 +385,7 @@ def test_a_page_of_a_plan_draws_what_has_colours(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
     found = plan(["v-half"])
-    assert found.ranked[0].cuts_vocabulary
+    assert found.ranked[0].vocabulary_parallel
     save_plan(tmp_path / "plan.html", found)
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "--pipeline-vocabulary on" in page
@@ -395,7 +395,7 @@ def test_a_page_of_a_plan_draws_what_has_colours(tmp_path: Path) -> None:
 
 def test_a_cut_schedule_keeps_its_memory_and_its_order() -> None:
     cut = cut_stages(small(vocabulary=LARGE))
-    candidate = ScheduleCandidate("v-half", "v-half", cuts_vocabulary=True)
+    candidate = ScheduleCandidate("v-half", "v-half", vocabulary_parallel=True)
     with briefly():
         found = predict(cut, candidate, IterationSettings(8), None)
     assert (timeline := found.timeline) is not None
@@ -421,7 +421,7 @@ def test_messages_of_shards_take_connections(placement: Any, expected: list[int]
 
 def test_connections_of_shards_count_as_messages() -> None:
     cut = cut_stages()
-    whole = replace(cut, cuts_vocabulary=False)
+    whole = replace(cut, vocabulary_parallel=False)
     more = [cut.messages(rank) - whole.messages(rank) for rank in range(4)]
     assert more == [more_connections(cut.placement, rank) * CONNECTION for rank in range(4)]
     assert max(more) == 2 * 9_633_792

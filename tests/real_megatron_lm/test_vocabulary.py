@@ -1,4 +1,4 @@
-"""Layers that are cut along the vocabulary, in the real pretrain_gpt.py."""
+"""Layers that are vocabulary parallel, in the real pretrain_gpt.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic of an output layer that is cut along the vocabulary, beside float64 and the whole."""
+"""Arithmetic of a vocabulary-parallel output layer, beside float64 and the whole."""
 
 from __future__ import annotations
 

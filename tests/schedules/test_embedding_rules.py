@@ -1,4 +1,4 @@
-"""An embedding that is cut along the vocabulary: its rules, and its places in an order."""
+"""A vocabulary-parallel embedding: its rules, and its places in an order."""
 
 from __future__ import annotations
 

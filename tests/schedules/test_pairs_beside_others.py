@@ -1,4 +1,4 @@
-"""Pairs beside what is recomputed, and beside the passes of a cut vocabulary."""
+"""Pairs beside what is recomputed, and beside the passes of vocabulary parallelism."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_offload_still_has_no_pairs_to_go_with() -> None:
     assert not schedules.build("v-zb", **given, costs=costs).moved
 
 
-# --- a cut vocabulary
+# --- vocabulary parallelism
 
 
 def cut(costs: Costs, more: str) -> Costs:

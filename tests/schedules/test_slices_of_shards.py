@@ -1,4 +1,4 @@
-"""Token slices beside a cut output layer and embedding: orders, times, memory, and their texts."""
+"""Token slices beside vocabulary parallelism: orders, times, memory, and their texts."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_slices_of_shards_keep_their_order_and_their_limit(
 
 
 def test_the_bubble_is_that_of_slices() -> None:
-    """A step of whole microbatches with a cut output layer takes far longer."""
+    """A step of whole microbatches with a vocabulary-parallel output layer takes far longer."""
     p, m, costs = 4, 4, _costs(4)
     whole, cut = (
         simulate(s, costs).makespan

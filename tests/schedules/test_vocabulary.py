@@ -1,4 +1,4 @@
-"""An output layer that is cut along the vocabulary: its rules, its orders and their memory."""
+"""A vocabulary-parallel output layer: its rules, its orders and their memory."""
 
 from __future__ import annotations
 

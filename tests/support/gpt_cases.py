@@ -64,7 +64,7 @@ class GPTCase:
     chunk per rank refuses. ``hybrid`` is the pattern of a HybridModel of so many ``layers``.
     ``images`` are the numbers of images of the samples, in turns, which the encoder of Megatron's
     LLaVAModel reads on its first stage; its language model is the GPT.
-    With ``vocabulary``, our output layer is cut along the vocabulary over all pipeline ranks.
+    With ``vocabulary``, our output layer is vocabulary parallel over all pipeline ranks.
     With ``slices``, our microbatches are cut along the sequence, as ``--pipeline-slices`` has it.
     With ``documents``, attention keeps to those of a sample. Upstream has a mask; with ``slices``,
     ours finds them in a "mask" or in "ends" of packed sequences, whose positions start at 0.

@@ -58,7 +58,7 @@ LOSS = 0.04
 
 
 def cut_profile(slow: dict[int, float] | None = None) -> Profile:
-    """The same with shards on all ranks, as a run with a cut vocabulary would have measured it."""
+    """The same with shards on all ranks, as measured in a run with vocabulary parallelism."""
     slowness = slow or {}
     shards: list[dict[str, Any]] = []
     for rank in range(P):

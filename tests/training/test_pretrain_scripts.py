@@ -69,7 +69,7 @@ def test_every_model_has_a_command(config: Path, checkout: Path) -> None:
         assert "--pipeline-schedule" not in words
     else:
         assert value(words, "--pipeline-schedule") == model.recommended.schedule
-    assert ("--pipeline-vocabulary" in words) == model.recommended.cuts_vocabulary
+    assert ("--pipeline-vocabulary" in words) == model.recommended.vocabulary_parallel
     assert ("--num-experts" in words) == (model.experts is not None)
     assert ("--multi-latent-attention" in words) == (model.latent_attention is not None)
     assert words[words.index("-m") + 1] == "torch.distributed.run"

@@ -1,4 +1,4 @@
-"""Orders of F, B and W with the passes of an output layer or embedding cut along the vocabulary.
+"""Orders of F, B and W with the passes of a vocabulary-parallel output layer or embedding.
 
 The order of F and B is searched for with O and V counted as parts of other passes of their ranks;
 then every O and P runs as soon as its inputs are there, and W and V fill the waits.
@@ -43,7 +43,7 @@ passes, the first stage's rank first and then the others."""
 
 
 def with_embedding(schedule: Schedule, costs: Costs) -> Schedule:
-    """Return a schedule of a cut output layer with the passes of a cut embedding."""
+    """Return a schedule of a vocabulary-parallel output layer with the passes of the embedding."""
     rules = schedule.rules
     assert isinstance(rules, VocabularyRules) and costs.vocabulary is not None
     timeline = simulate(schedule, costs)
@@ -147,7 +147,7 @@ def fastest_with_vocabulary(
     *,
     split: bool = True,
 ) -> Schedule:
-    """Return the fastest schedule on one of the placements, with the passes of a cut embedding.
+    """Return the fastest schedule on one of the placements, with the passes of the embedding.
 
     Raises:
         UsageError: as :func:`search_with_vocabulary`.

@@ -7,7 +7,8 @@ does differ is fp32 rounding of sums over ranks, where a schedule has placed lay
   post-validation along the pipeline, rank by rank;
 - where the norm clips gradients, its last bit is in every weight, and so in later losses and norms;
 - upstream's learning rate has been rounded to fp32, which that of post-validation has not;
-- logits of a cut output layer are normalized over the ranks that hold parts of the vocabulary;
+- logits of a vocabulary-parallel output layer are normalized over the ranks that hold parts of the
+vocabulary;
 - attention, losses and weight gradients of token slices are summed slice by slice;
 - with sequence parallelism, upstream logs the z-loss of one rank's tokens, a part of every slice
   where it is one of the sequence. Its gradients are in the norms.
