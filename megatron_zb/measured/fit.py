@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Protocol
 
-from megatron_zb.measured.profile import VocabularyTimes, Parts, Profile
+from megatron_zb.measured.profile import Parts, Profile, VocabularyTimes
 from megatron_zb.measured.usual_gpu import Cutting
 from megatron_zb.schedules import Costs, layout
 from megatron_zb.schedules.layout import Layout

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron_zb.measured import parts
 from megatron_zb.measured.parts import StageTimes
 from megatron_zb.measured.profile import (
-    VocabularyTimes,
     HostLinkProfile,
     LinkProfile,
     PairProfile,
@@ -26,6 +25,7 @@ from megatron_zb.measured.profile import (
     ShardHost,
     ShardProfile,
     StageProfile,
+    VocabularyTimes,
     merged,
     merged_pairs,
     merged_shards,

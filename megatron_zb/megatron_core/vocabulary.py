@@ -34,9 +34,9 @@ from megatron_zb.megatron_core.split_backward import (
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, device
 from megatron_zb.megatron_core.vocabulary_shard import (
+    PredictedLosses,
     VocabularyParallelEmbedding,
     VocabularyParallelOutput,
-    PredictedLosses,
     cut,
     with_later,
 )
