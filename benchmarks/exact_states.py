@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The shortest schedule there is where activations may be dropped or moved, by OR-Tools' CP-SAT.
+"""The shortest schedule there is with recomputation and offload, by OR-Tools' CP-SAT.
 
 For small sizes, on any placement, with costs in whole numbers. Every unit but those of the last
-stage is kept, dropped and made again, or moved to the host and back, by the rules of the simulator;
+stage is kept, recomputed, or offloaded, by the rules of the simulator;
 microbatches run F, B and W of a stage in turn. A fused BW is left out: B and W side by side take as
 long and let the previous stage go earlier.
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Activations made again, or moved to the host: how much time a step takes, at which memory.
+"""Activations made again, or offloaded: how much time a step takes, at which memory.
 
 Per microbatch and rank F, B and W take 1, 1.2 and 0.8, a message 0.05; the input of a stage takes
 --kept of a microbatch on a rank. For each memory limit, `auto` with every activation kept, and with
@@ -53,8 +53,8 @@ def built(p: int, m: int, limit: float, costs: schedules.Costs) -> dict[str, Any
         "peak": max(timeline.peak_memory) / p,
         "placement": found.placement.name,
         "chunks": found.placement.chunks,
-        "dropped": len(found.dropped) / (found.placement.num_stages * m),
-        "moved": len(found.moved) / (found.placement.num_stages * m),
+        "dropped": len(found.recomputed) / (found.placement.num_stages * m),
+        "moved": len(found.offloaded) / (found.placement.num_stages * m),
         "host": max(timeline.peak_host),
         "seconds": time.process_time() - begin,
     }
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="*",
         default=[0.0625, 0.125, 0.25, 0.5],
         metavar="X",
-        help="the same where activations are moved to the host (default 0.0625 0.125 0.25 0.5)",
+        help="the same where activations are offloaded (default 0.0625 0.125 0.25 0.5)",
     )
     parser.add_argument(
         "--copy",

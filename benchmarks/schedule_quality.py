@@ -7,9 +7,9 @@ Five parts, each printed as a table:
            installed torch.distributed.pipelining in our own simulator
   unequal  costs that differ between stages, ranks and links: built from the real costs against
            built from their median, both timed at the real ones
-  parts    what each idea brings: four chunks, BW where it is free, memory that B frees
-  time     seconds to generate, lowering and the proof against deadlock included
-  states   `auto` in every cell again where activations may be dropped or moved to the host, beside
+  parts    what each idea brings: four chunks, BW where it is free, memory that B frees time
+  seconds to generate, lowering and the proof against deadlock included states   `auto` in every
+  cell again where activations may be recomputed or offloaded to the host, beside
            the makespans of --kept, which are those of an earlier grid; hours, so only where --parts
            names it
 
@@ -471,7 +471,7 @@ def _with_states(cell: Cell, kept: float, seconds: float) -> StateCell:
     took = time.perf_counter() - start
     timeline = schedules.simulate(found.validate(), costs)
     assert max(timeline.peak_memory) <= cell.memory_limit * cell.pipeline_size * (1 + 1e-6)
-    counts = (len(found.dropped), len(found.moved))
+    counts = (len(found.recomputed), len(found.offloaded))
     return StateCell(*cell.request, kept, timeline.makespan, *counts, took)
 
 

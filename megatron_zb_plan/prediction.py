@@ -74,14 +74,14 @@ class PlanRow:
         return None if self.timeline is None else self.timeline.schedule
 
     @property
-    def dropped(self) -> float:
+    def recomputed(self) -> float:
         """Share of the forwards whose activations the schedule recomputes."""
-        return 0.0 if self.schedule is None else _share(self.schedule, self.schedule.dropped)
+        return 0.0 if self.schedule is None else _share(self.schedule, self.schedule.recomputed)
 
     @property
-    def moved(self) -> float:
+    def offloaded(self) -> float:
         """Share of the forwards whose activations are offloaded to the host."""
-        return 0.0 if self.schedule is None else _share(self.schedule, self.schedule.moved)
+        return 0.0 if self.schedule is None else _share(self.schedule, self.schedule.offloaded)
 
     @property
     def slicing(self) -> Slicing | None:
@@ -219,8 +219,9 @@ def peak_of(
 Build = Callable[[Costs, int], Schedule]
 """Function that builds a schedule from costs and the number of microbatches."""
 
-# Above so many passes 3p and 4p microbatches are simulated, and the others continued from them;
-# 4p and 8p where activations are dropped or moved, since the first microbatches need less of it.
+# Above so many passes 3p and 4p microbatches are simulated, and the others continued from them; 4p
+# and 8p where activations are recomputed or offloaded, since the first microbatches need less of
+# it.
 _MOST_PASSES = 16_000
 _TURNS, _TURNS_OF_STATES = 4, 8
 
@@ -435,7 +436,7 @@ def predict(
 
 
 def _has_states(staged: StageWorkload) -> bool:
-    """Return whether activations may be dropped or moved: more of them later in a step."""
+    """Return whether activations may be recomputed or offloaded: more of them later in a step."""
     return staged.drops or staged.moves
 
 

@@ -134,9 +134,11 @@ def activation_states(plan: Plan) -> str | None:
         return None
     if row is None:
         return "no setting with recomputation or offload by the schedule can be ahead here"
-    done = [f"recomputes {row.dropped:.0%} of its activations"] if row.dropped else []
-    if row.moved:
-        done.append(f"offloads {row.moved:.0%} to the host ({gib(row.host_bytes)} of each rank)")
+    done = [f"recomputes {row.recomputed:.0%} of its activations"] if row.recomputed else []
+    if row.offloaded:
+        done.append(
+            f"offloads {row.offloaded:.0%} to the host ({gib(row.host_bytes)} of each rank)"
+        )
     named = f"{row.family} that {' and '.join(done)} ({row.load.strategy})"
     if kept is None:
         return f"{named} is the best that fits; nothing fits that keeps all"

@@ -512,9 +512,9 @@ class _CountedSearch(PlanSearch):
         settings = self._promising_with_states(candidate, best)
         fitting = [row for row in self.each(searched, settings) if row is not None]
         self.simulated += len(settings)
-        known = [best, *(row for row in fitting if not (row.dropped or row.moved))]
+        known = [best, *(row for row in fitting if not (row.recomputed or row.offloaded))]
         best = _fastest(filter(None, known))
-        with_states = _fastest(row for row in fitting if row.dropped or row.moved)
+        with_states = _fastest(row for row in fitting if row.recomputed or row.offloaded)
         self.all_kept = _fastest(filter(None, (self.all_kept, best)))
         self.with_states = _fastest(filter(None, (self.with_states, with_states)))
         if with_states is not None:
@@ -527,7 +527,8 @@ class _CountedSearch(PlanSearch):
     ) -> list[tuple[float, StageWorkload, int]]:
         """Return the most promising settings for recomputation or offload.
 
-        They are some that nearly fit, and some that fit only if activations are dropped or moved.
+        They are some that nearly fit, and some that fit only if activations are recomputed or
+        offloaded.
         """
         job = self.job
         if not (job.drops or job.moves) or candidate.vocabulary_parallel:  # training refuses both

@@ -116,9 +116,9 @@ def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -
         out.append(f"--pipeline-slices {row.slicing}")
     if row.vocabulary_parallel:
         out.append("--pipeline-vocabulary on")
-    if row.dropped:
+    if row.recomputed:
         out.append("--pipeline-recompute auto")
-    if row.moved:
+    if row.offloaded:
         out.append("--pipeline-offload auto")
     if row.overlaps_exchange:
         out.append("--overlap-moe-expert-parallel-comm")
@@ -302,7 +302,7 @@ def setting_of(row: Prediction) -> str:
     """Return the strategy as text, marked: uneven layers, vocabulary parallelism, pairs, states."""
     uneven, cut = "" if row.has_by_default else " uneven", " cut" if row.vocabulary_parallel else ""
     pairs = " pairs" if row.overlaps_exchange else ""
-    states = (" dropped" if row.dropped else "") + (" moved" if row.moved else "")
+    states = (" dropped" if row.recomputed else "") + (" moved" if row.offloaded else "")
     return f"{row.load.strategy}{uneven}{cut}{pairs}{states}"
 
 
@@ -344,8 +344,8 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "vocabulary": "on" if row.vocabulary_parallel else "off",
         "gain_of_cut": gain_of_cut(plan, row),
         "overlaps_exchange": row.overlaps_exchange,
-        "dropped": row.dropped,
-        "moved": row.moved,
+        "recomputed": row.recomputed,
+        "offloaded": row.offloaded,
         "host_bytes": row.host_bytes,
         "seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_gpu,

@@ -81,10 +81,10 @@ class SyntheticStage:
     """A stage that sleeps for the seconds of F, B, W, BW and R and sends messages without content.
 
     What costs say of the exchange between experts is slept in a thread of its own; of microbatches
-    in ``moved``, ``copies`` sleep for the copies to the host and back.
+    in ``offloaded``, ``copies`` sleep for the copies to the host and back.
     """
 
-    moved: Collection[int] = ()
+    offloaded: Collection[int] = ()
 
     def __init__(self, stage: int, costs: StageCosts, copies: SleepingCopies | None = None) -> None:
         self._stage, self._costs, self._copies = stage, costs, copies
@@ -125,7 +125,7 @@ class SyntheticStage:
         return None if is_end else self._payload
 
     def _run(self, kind: PassKind, microbatch: int) -> None:
-        copies = self._copies if microbatch in self.moved else None
+        copies = self._copies if microbatch in self.offloaded else None
         if copies is not None and kind in (PassKind.B, PassKind.BW):
             copies.end(self._stage, microbatch, to_host=False)
         self.compute(kind, microbatch)
@@ -179,10 +179,10 @@ class SyntheticSteps:
         self.rank, self.size = rank, placement.pipeline_size
         self.program = schedules.lower(schedule, timeline)
         self.channels = Channels(list(range(self.size)), placement, "cpu")
-        copies = SleepingCopies(table) if schedule.moved else None
+        copies = SleepingCopies(table) if schedule.offloaded else None
         self.stages = {s: SyntheticStage(s, table, copies) for s in placement.stages_of[rank]}
         for number, stage in self.stages.items():
-            stage.moved = frozenset(m for held, m in schedule.moved if held == number)
+            stage.offloaded = frozenset(m for held, m in schedule.offloaded if held == number)
         self.seconds()
 
     def seconds(self, progress: RankProgress | None = None) -> float:

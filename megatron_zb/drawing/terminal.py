@@ -149,9 +149,9 @@ def _copies_in_words(timeline: Timeline) -> str:
     held = max(timeline.peak_host)
     limit = f" of {costs.host_limit:g}" if math.isfinite(costs.host_limit) else ""
     return (
-        f"{len(timeline.schedule.moved)} of {forwards} forwards are offloaded to the host, which "
-        f"holds {held:.4g}{limit} microbatches of one rank at most; the busiest copy engine runs "
-        f"{first * busy / timeline.makespan:.0%} of the time"
+        f"{len(timeline.schedule.offloaded)} of {forwards} forwards are offloaded to the host, "
+        f"which holds {held:.4g}{limit} microbatches of one rank at most; the busiest copy engine "
+        f"runs {first * busy / timeline.makespan:.0%} of the time"
     )
 
 

@@ -170,7 +170,7 @@ class ScheduleSettings:
     )
     pipeline_offload: str | None = _setting(
         choices=("auto", "off"),
-        help="whether activations may be moved to the host after a forward, and back before their "
+        help="whether activations may be offloaded after a forward, and back before their "
         f"backward, beside what is computed{_STATES}",
     )
     pipeline_host_limit: Limit | float | str | None = _setting(  # noqa: RUF009

@@ -179,9 +179,9 @@ def compared(profile: Profile, trace: Trace, name: str) -> ComparedStep:
     except UsageError as error:
         raise UsageError(f"{name} is not of the run of the profile: {error}") from error
     costs = profile.costs(placement, host=False)
-    if schedule.dropped:
+    if schedule.recomputed:
         costs = profile.with_recomputation(costs)
-    if schedule.moved:
+    if schedule.offloaded:
         costs = profile.with_offload(costs)
     predicted = simulate(schedule, costs)
     measured = Timeline(schedule, predicted.costs, _times(trace, 3), _times(trace, 4))

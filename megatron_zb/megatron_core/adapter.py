@@ -373,7 +373,7 @@ class PipelineAdapter:
         """
         use = ProfileUse.of(self.current, path, every, is_named=is_named)
         if use is not None:
-            times_copies = path is not None or bool(self.costs.copy or self.schedule.moved)
+            times_copies = path is not None or bool(self.costs.copy or self.schedule.offloaded)
             host = (lambda: self.part(OffloadPart).host) if times_copies else None
             letters = self.layer_layout.letters
             self._add(ProfilePart(self.current, letters, self._splits, use, host))

@@ -229,13 +229,13 @@ class StartReport:
         forwards = schedule.num_microbatches * schedule.placement.num_stages
         if costs.forward_comm:
             yield f"{len(schedule.pairs)} of {forwards} forwards run in one pass with a backward"
-        if costs.recompute or schedule.dropped:
+        if costs.recompute or schedule.recomputed:
             yield (
-                f"{len(schedule.dropped)} of {forwards} forwards keep their input alone; their "
+                f"{len(schedule.recomputed)} of {forwards} forwards keep their input alone; their "
                 "activations are computed again"
             )
-        if costs.copy or schedule.moved:
-            line = f"{len(schedule.moved)} of {forwards} activations move to the host and back"
+        if costs.copy or schedule.offloaded:
+            line = f"{len(schedule.offloaded)} of {forwards} activations move to the host and back"
             passes = sum(map(sum, (costs.forward, costs.backward, costs.weight)))
             share = f"; a copy counts as {sum(costs.copy) / passes:.0%} of its passes"
             yield line + (share if costs.copy else "")

@@ -211,9 +211,9 @@ class OffloadPart(StepPart):
 
     def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
         schedule = step.program.schedule
-        stage.dropped = frozenset(m for held, m in schedule.dropped if held == number)
-        stage.moved = frozenset(m for held, m in schedule.moved if held == number)
-        if stage.moved:
+        stage.recomputed = frozenset(m for held, m in schedule.recomputed if held == number)
+        stage.offloaded = frozenset(m for held, m in schedule.offloaded if held == number)
+        if stage.offloaded:
             chunk = step.model[stage.chunk]
             buffers = torch.nn.Module.buffers(chunk)  # Megatron's own wrappers have others
             staying = [*chunk.parameters(), *buffers]

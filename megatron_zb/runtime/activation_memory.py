@@ -249,7 +249,7 @@ class _Unit:
 
     def __init__(self) -> None:
         self.storages: dict[int, _Storage] = {}
-        self.moved: list[tuple[_Storage, list[Segment]]] = []  # and where on the host
+        self.offloaded: list[tuple[_Storage, list[Segment]]] = []  # and where on the host
         self.wait: Wait | None = None
 
     def choose(self, host: HostMemory) -> None:
@@ -263,12 +263,12 @@ class _Unit:
         self.storages.clear()
         for storage in whole:
             if storage.nbytes * SMALL >= largest and storage.nbytes:
-                self.moved.append((storage, host.take(_aligned(storage.nbytes))))
+                self.offloaded.append((storage, host.take(_aligned(storage.nbytes))))
 
     def copies(self, host: HostMemory, *, to_host: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the pairs of bytes to copy in one direction."""
         found = []
-        for storage, parts in self.moved:
+        for storage, parts in self.offloaded:
             assert storage.data is not None
             here = _bytes_of(storage.data)
             for part in parts:
@@ -280,8 +280,8 @@ class _Unit:
 
     def leave(self, host: HostMemory) -> None:
         """Give the memory of the host back."""
-        host.give_back(part for _, parts in self.moved for part in parts)
-        self.moved.clear()
+        host.give_back(part for _, parts in self.offloaded for part in parts)
+        self.offloaded.clear()
 
 
 def _aligned(nbytes: int) -> int:
@@ -289,7 +289,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class MovedActivations:
-    """The activations of one stage that are moved to the host and back.
+    """The activations of one stage that are offloaded.
 
     Args:
         host: the memory of the host, and the engines that copy; one for all stages of a rank.
@@ -352,13 +352,13 @@ class MovedActivations:
         """Wait until what is moved is on the host, and let its memory on the device go."""
         unit = self._units[microbatch]
         _end(unit)
-        for storage, _ in unit.moved:
+        for storage, _ in unit.offloaded:
             storage.let_go()
 
     def begin_copy_in(self, microbatch: int) -> None:
         """Take memory on the device, and begin to copy from the host."""
         unit = self._units[microbatch]
-        for storage, _ in unit.moved:
+        for storage, _ in unit.offloaded:
             empty = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._host.device)
             storage.put(empty.untyped_storage())
         copied = unit.copies(self._host, to_host=False)

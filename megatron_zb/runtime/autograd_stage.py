@@ -184,12 +184,12 @@ class AutogradStage:
     ``compute(microbatch, activation)`` returns the stage's output, or the loss on the last stage.
     Only the output's place in the graph is kept, never its data: the data goes with the message
     and is freed when that has been sent, unless an operation saved it for itself. Of microbatches
-    in :attr:`dropped`, F keeps the input alone, and R computes the rest again. Of those in
-    :attr:`moved`, :attr:`moves` takes what F saves to the host and back.
+    in :attr:`recomputed`, F keeps the input alone, and R computes the rest again. Of those in
+    :attr:`offloaded`, :attr:`moves` takes what F saves to the host and back.
     """
 
-    dropped: Collection[int] = ()
-    moved: Collection[int] = ()
+    recomputed: Collection[int] = ()
+    offloaded: Collection[int] = ()
     moves: MovedActivations | None = None
     staying: Collection[int] = ()
     """Addresses of storages that stay on the device, whatever a forward saves of them."""
@@ -212,9 +212,9 @@ class AutogradStage:
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
         """Run F: from the previous stage's activation to this stage's (None at either end)."""
-        if microbatch in self.dropped:
+        if microbatch in self.recomputed:
             return self._forward_dropped(microbatch, activation)
-        if microbatch in self.moved:
+        if microbatch in self.offloaded:
             return self._forward_moved(microbatch, activation)
         if activation is not None and not self._forward_only:
             activation.requires_grad_()
@@ -278,7 +278,7 @@ class AutogradStage:
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Run BW: from the gradient of the output to that of the input, weights included."""
         activation, start = self._live.pop(microbatch)
-        if self.moves is not None and microbatch in self.moved:
+        if self.moves is not None and microbatch in self.offloaded:
             self.moves.end_copy_in(microbatch)
         if start is not None:
             self._run_backward(start, gradient)

@@ -65,7 +65,7 @@ def period_bound(
 def _bound_of_states(
     placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
 ) -> float:
-    """Return a lower bound where units may be dropped or moved: two knapsacks for every rank.
+    """Return a lower bound with recomputation and offload: two knapsacks for every rank.
 
     Fractional ones: of the seconds that the rank has for R, and of those of its copy engines. The
     waits at both ends are those without a limit, under which there may be more of them.

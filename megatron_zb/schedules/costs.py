@@ -401,7 +401,7 @@ class Costs:
 
     @property
     def has_states(self) -> bool:
-        """Whether activations can be dropped, or moved to the host."""
+        """Whether activations can be recomputed or offloaded."""
         return bool(self.recompute or self.copy)
 
     def with_all_kept(self) -> Costs:
@@ -412,7 +412,7 @@ class Costs:
         return replace(self, recompute=(), kept_input=0.0, copy=(), microbatches=rows)
 
     def with_none_moved(self) -> Costs:
-        """Return the costs where no activation is moved to the host."""
+        """Return the costs where no activation is offloaded."""
         rows = tuple(row.with_none_moved() for row in self.microbatches)
         return replace(self, copy=(), microbatches=rows)
 

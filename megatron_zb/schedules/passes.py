@@ -18,7 +18,7 @@ class PassKind(str):
     B, which needs what it makes (as in *Training Deep Nets with Sublinear Memory Cost*, arXiv
     1604.06174, for a whole stage at once).
 
-    ``D`` and ``H`` are of a unit whose activation is moved to the host between its F and its B.
+    ``D`` and ``H`` are of a unit whose activation is offloaded between its F and its B.
     The copy from the device begins by itself when F ends; at D the rank waits until that copy has
     ended, and the activation's memory is free. At H the copy from the host begins, into memory that
     is taken there; B waits for its end. Neither takes a rank's time by itself.

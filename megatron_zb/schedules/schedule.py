@@ -66,12 +66,12 @@ class Schedule:
     pairs: frozenset[Pass] = frozenset()
 
     @cached_property
-    def dropped(self) -> frozenset[tuple[int, int]]:
+    def recomputed(self) -> frozenset[tuple[int, int]]:
         """Units (stage and microbatch) whose F keeps its input alone: those that have an R."""
         return self._units_with(PassKind.R)
 
     @cached_property
-    def moved(self) -> frozenset[tuple[int, int]]:
+    def offloaded(self) -> frozenset[tuple[int, int]]:
         """Units (stage and microbatch) that the host holds from F to B: those that have a D."""
         return self._units_with(PassKind.D)
 
@@ -82,7 +82,7 @@ class Schedule:
 
     def memory_change(self, p: Pass, costs: StageCosts) -> float:
         """Return the memory that a pass takes at its start, or frees at its end if negative."""
-        recomputed = (p.stage, p.microbatch) in self.dropped
+        recomputed = (p.stage, p.microbatch) in self.recomputed
         return self.rules.memory_change(p, costs, recomputed=recomputed)
 
     def forwards(self) -> Schedule:
@@ -111,7 +111,7 @@ class Schedule:
     @property
     def orders(self) -> Orders:
         """Orders of all ranks on :attr:`graph`."""
-        return Orders(self.graph, self.ranks, self.pairs, self.moved)
+        return Orders(self.graph, self.ranks, self.pairs, self.offloaded)
 
     def validate(self) -> Schedule:
         """Check every rule a schedule must keep and return the schedule itself.

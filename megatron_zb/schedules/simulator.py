@@ -24,7 +24,7 @@ class Timeline:
     ``peak_activation[r]`` counts microbatches of a whole rank (every F holds 1/chunks of one until
     its W or BW ends, or its R instead where it has one; every T one until its S ends);
     ``peak_memory[r]`` is in the unit of ``costs.activation`` and lets B free its share.
-    ``copies[r]`` are those of the rank's moved units, in the order in which they were asked for;
+    ``copies[r]`` are those of the rank's offloaded unit, in the order in which they were asked for;
     empty if there are none. ``peak_host[r]`` is what the host holds of them, in the same unit.
     """
 
@@ -90,7 +90,7 @@ class Timeline:
     def peak_activation(self) -> tuple[float, ...]:
         schedule, chunks = self.schedule, self.schedule.placement.chunks
         return tuple(
-            peak_held_chunks(rank, schedule.rules, schedule.dropped) / chunks
+            peak_held_chunks(rank, schedule.rules, schedule.recomputed) / chunks
             for rank in schedule.ranks
         )
 
@@ -106,9 +106,10 @@ class Timeline:
     def peak_microbatches(self) -> tuple[float, ...]:
         """Peaks of ranks in whole microbatches: :attr:`peak_activation`.
 
-        Where activations are dropped or moved, of their memory, which has what is left of them.
+        Where activations are recomputed or offloaded, of their memory, which has what is left of
+        them.
         """
-        if self.schedule.dropped or self.schedule.moved:
+        if self.schedule.recomputed or self.schedule.offloaded:
             return tuple(memory / self.microbatch for memory in self.peak_memory)
         rules, counted = self.schedule.rules, self.schedule.num_microbatches
         share = rules.whole_microbatches(self.schedule) / counted
@@ -125,16 +126,16 @@ class Timeline:
     def host_curve(self, rank: int) -> tuple[float, ...]:
         """Return the memory that the host holds while each pass of a rank runs.
 
-        Of every moved unit, from the end of its F, when the copy out begins, to the start of its B,
-        which the copy in has ended before.
+        Of every offloaded unit, from the end of its F, when the copy out begins, to the start of
+        its B, which the copy in has ended before.
         """
         held, curve = 0.0, []
         for p in self.schedule.ranks[rank]:
             unit = (p.stage, p.microbatch)
-            if unit in self.schedule.moved and p.kind in (PassKind.B, PassKind.BW):
+            if unit in self.schedule.offloaded and p.kind in (PassKind.B, PassKind.BW):
                 held -= self.costs.of(p.microbatch).activation[p.stage]
             curve.append(held)
-            if unit in self.schedule.moved and p.kind is PassKind.F:
+            if unit in self.schedule.offloaded and p.kind is PassKind.F:
                 held += self.costs.of(p.microbatch).activation[p.stage]
         return tuple(curve)
 
@@ -145,7 +146,7 @@ class Timeline:
     def memory_steps(self, rank: int) -> tuple[tuple[float, float], ...]:
         """Return the memory held while each pass of a rank runs and after it, in the same unit."""
         held, steps = 0.0, []
-        are_alike = not (self.costs.microbatches or self.schedule.dropped)
+        are_alike = not (self.costs.microbatches or self.schedule.recomputed)
         changes: dict[tuple[object, ...], float] = {}
         for p in self.schedule.ranks[rank]:
             key = p[:2] if are_alike else p

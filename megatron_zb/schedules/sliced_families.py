@@ -150,7 +150,7 @@ def _ordered(name: str, request: Request, slicing: Slicing) -> Schedule:
 _MORE = (1.5, 3.0)
 """Memory of further orders that are made to fit, in that of the first one."""
 _NEAR = 1.005
-"""A step, in its lower bound, that nothing dropped or moved makes much shorter."""
+"""A step, in its lower bound, that nothing recomputed or offloaded makes much shorter."""
 
 
 def _with_states(name: str, request: Request, slicing: Slicing) -> Schedule:

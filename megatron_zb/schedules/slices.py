@@ -132,7 +132,7 @@ class Slicing(Written):
             takes what is faster.
         weight_loss: the share by which the W of all slices take longer than one on all of them.
         kept: share of what F holds that keys and values take: it stays where a slice is dropped, or
-            moved to the host, since later slices attend to them.
+            offloaded, since later slices attend to them.
     """
 
     lengths: tuple[float, ...]
@@ -457,7 +457,7 @@ class SlicedCosts(Costs):
         return replace(table, microbatches=tuple(joined))
 
     def _with_kept(self, table: StageCosts) -> StageCosts:
-        """Return the costs with what stays of slices that are dropped or moved."""
+        """Return the costs with what stays of slices that are recomputed or offloaded."""
         made: dict[int, StageCosts] = {}
         for row in table.microbatches:
             if id(row) not in made:

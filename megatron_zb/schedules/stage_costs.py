@@ -56,7 +56,7 @@ class StageCosts:
     ``recompute`` are the seconds of R, and ``kept_input[s]`` is the memory that an F holds whose R
     makes its activation again; ``copy`` are the seconds in which an activation is copied to the
     host, or from it, with both at once if ``full_duplex``, and ``host_limit`` is the memory of the
-    host for each rank. The tuples are empty where nothing is dropped, or moved.
+    host for each rank. The tuples are empty where nothing is recomputed or offloaded.
     """
 
     forward: tuple[float, ...]
@@ -200,7 +200,7 @@ class StageCosts:
 
     @property
     def has_states(self) -> bool:
-        """Whether activations can be dropped, or moved to the host."""
+        """Whether activations can be recomputed or offloaded."""
         return bool(self.recompute or self.copy)
 
     @property

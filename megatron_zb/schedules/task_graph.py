@@ -36,7 +36,8 @@ class CopyEngines:
     """The two copy engines of a rank, or the one that both directions share.
 
     Each engine copies what it is given in turn: out of the device in the order of F, into it in the
-    order of H. What a pass of a moved unit waits for follows from the passes of its own rank alone.
+    order of H. What a pass of a offloaded unit waits for follows from the passes of its own rank
+    alone.
     """
 
     def __init__(self, costs: StageCosts) -> None:
@@ -46,11 +47,11 @@ class CopyEngines:
         self.copies: list[Copy] = []
 
     def awaited_by(self, kind: Kind, p: Pass) -> float:
-        """Return when the copy ends that a pass of a moved unit waits for, 0 if for none."""
+        """Return when the copy ends that a pass of a offloaded unit waits for, 0 if for none."""
         return 0.0 if kind.awaits is None else self._ended[kind.awaits, p.stage, p.microbatch]
 
     def follow(self, kind: Kind, p: Pass, end: float) -> None:
-        """Start the copy that follows a pass of a moved unit, which has ended."""
+        """Start the copy that follows a pass of a offloaded unit, which has ended."""
         if kind.moves is not None:
             self._copy(p, end, kind.moves)
 
@@ -348,7 +349,7 @@ class Orders:
     graph: TaskGraph
     ranks: Sequence[Sequence[Pass]]
     pairs: Collection[Pass] = ()
-    moved: Collection[tuple[int, int]] = ()
+    offloaded: Collection[tuple[int, int]] = ()
 
 
 def replay(orders: Orders, costs: StageCosts | None = None) -> Replay:
@@ -379,7 +380,7 @@ class _Replaying:
         self._waiting: dict[int, list[int]] = {}
         self._runnable = list(range(len(ranks) - 1, -1, -1))
         start, end = ([list[float]() for _ in ranks] for _ in range(2))
-        has_copies = orders.moved and costs is not None
+        has_copies = orders.offloaded and costs is not None
         engines = [CopyEngines(costs) for _ in ranks] if has_copies and costs is not None else []
         self._done = Replay(start, end, [], [], engines)
 
@@ -446,7 +447,7 @@ class _Replaying:
             begin = max(begin, self._arrival[code])
         if p in pairs and self._costs is not None:
             seconds = self._costs.pair_seconds(Pair(p, passes[i + 1]))
-        if not self._done.engines or p[1:] not in self._orders.moved:
+        if not self._done.engines or p[1:] not in self._orders.offloaded:
             return begin, begin + seconds, -1
         engine, kind = self._done.engines[rank], graph.rows[rows[i]].kind
         begin = max(begin, engine.awaited_by(kind, p))

@@ -163,7 +163,7 @@ def provided(
     )
     with briefly(), install(settings, provider) as pipeline:
         schedule = pipeline.adapter.schedule
-        states = [bool(units) for units in (schedule.dropped, schedule.moved)]
+        states = [bool(units) for units in (schedule.recomputed, schedule.offloaded)]
         asked = ("pipeline_recompute", "pipeline_offload")
         assert states == [more.get(state) == "auto" for state in asked]
         pipeline.prepare_provider(provider)

@@ -91,8 +91,8 @@ def test_slices_are_shared_with_what_is_dropped_and_moved(state: str) -> None:
     request = {"name": "v-half", "costs": costs, "slices": slices, "memory_limit": limit}
     found = on_ranks([Counting(), Counting()], [request] * 2)
     assert found[1] == found[0]
-    assert bool(found[1].dropped) is (state == "dropped")
-    assert bool(found[1].moved) is (state == "moved")
+    assert bool(found[1].recomputed) is (state == "dropped")
+    assert bool(found[1].offloaded) is (state == "moved")
     assert {str(p.microbatch) for p in found[1].ranks[0]} >= {"0.0", "0.7", "3.7"}
 
 

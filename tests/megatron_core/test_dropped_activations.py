@@ -1,4 +1,4 @@
-"""Activations that are dropped and made again: losses and gradients are those of upstream."""
+"""Activations that are recomputed: losses and gradients are those of upstream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dropping(schedule: Schedule, seed: int, share: float = 0.6) -> Schedule:
 
 def order(name: str, seed: int) -> Schedule:
     found = dropping(schedules.build(name, pipeline_size=2, num_microbatches=5), seed)
-    assert found.dropped
+    assert found.recomputed
     return found
 
 

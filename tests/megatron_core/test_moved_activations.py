@@ -1,4 +1,4 @@
-"""Activations that are moved to the host and back: losses and gradients are those of upstream."""
+"""Activations that are offloaded: losses and gradients are those of upstream."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IN_EVERY_RUN = {("plain", "v-half"), ("experts", "v-half")}
 def order(name: str, seed: int, p: int = 2, drop: float = 0.0, move: float = 0.6) -> Schedule:
     kept = schedules.build(name, pipeline_size=p, num_microbatches=5)
     found = with_states(kept, seed, drop, move)
-    assert found.moved
+    assert found.offloaded
     return found
 
 

@@ -139,8 +139,8 @@ def test_what_is_made_again_beside_pairs_is_what_megatron_computes(
     schedule = dropping(order(name))
     held = {forward[1:] for forward in schedule.pairs}
     pairs = (schedule.pair_at(r, i) for r, of in enumerate(schedule.ranks) for i in range(len(of)))
-    assert held & schedule.dropped
-    assert {pair.backward[1:] for pair in pairs if pair is not None} & schedule.dropped
+    assert held & schedule.recomputed
+    assert {pair.backward[1:] for pair in pairs if pair is not None} & schedule.recomputed
     found = ranks(4).run(
         differences, case=CASES[what], schedule=schedule, num_microbatches=[5], iterations=2
     )

@@ -70,8 +70,8 @@ def test_the_bytes_are_those_of_a_run_that_keeps_all(
     check_link(usual)
     for step in (compare(path), compare(reference)):
         assert step.measured.schedule.num_microbatches == M
-    assert compare(path).measured.schedule.dropped == mixed.dropped
-    assert compare(path).measured.schedule.moved == mixed.moved
+    assert compare(path).measured.schedule.recomputed == mixed.recomputed
+    assert compare(path).measured.schedule.offloaded == mixed.offloaded
 
 
 def check_link(profile: Profile) -> None:
@@ -115,7 +115,7 @@ def test_auto_goes_on_with_states_for_measured_costs(ranks: RankPools) -> None:
         assert measured.recompute != assumed.recompute
         assert 0 < max(measured.copy) != max(assumed.copy)
         assert measured.kept_input > 0
-        assert orders[-1].dropped or orders[-1].moved
+        assert orders[-1].recomputed or orders[-1].offloaded
         before, after = (schedules.simulate(o, measured).makespan for o in (orders[0], orders[-1]))
         assert after <= before * (1 + 1e-9)
 

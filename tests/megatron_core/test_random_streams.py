@@ -377,7 +377,7 @@ def test_recomputation_draws_the_masks_of_its_forward_from_generators(ranks: Ran
     """A generator moves on in place: what was kept of it must be its state."""
     kept = build("zb-h1", pipeline_size=2, num_microbatches=4)
     order = with_states(kept, seed=1, drop=0.7)
-    assert order.dropped
+    assert order.recomputed
     upstream, ours = Run(), Run()
     for found, schedule in ((upstream, None), (ours, order)):
         more: Any = {"case": DROPOUT, "schedule": schedule, "by_layer": False}

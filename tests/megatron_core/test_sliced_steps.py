@@ -244,7 +244,7 @@ def one_by_one(_name: str, *, slices: Slicing, **_others: Any) -> Schedule:
 
 
 def with_states(name: str, **request: Any) -> Schedule:
-    """A schedule in which a third of the slices are dropped, and a third are moved to the host."""
+    """A schedule in which a third of the slices are dropped, and a third are offloaded."""
     order = schedules.build(name, **request)
     backward = (PassKind.B, PassKind.BW)
 

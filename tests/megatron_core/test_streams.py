@@ -45,7 +45,7 @@ ON_TWO = {
 ON_FOUR = {
     **{f"both, {name}": Trial(case, **BOTH) for name, case in PARALLEL.items()},
     "kept, data": Trial(PARALLEL["data"]),
-    "pairs, recomputed": Trial(PAIRED, "v-zb", pairs=True, dropped=True),
+    "pairs, recomputed": Trial(PAIRED, "v-zb", pairs=True, recomputed=True),
     "slices": Trial(replace(PARALLEL["expert"], slices="4")),
     "slices, experts, both": Trial(replace(PARALLEL["expert"], slices="4"), "zb-h1", **BOTH),
     "slices, vocabulary, sequence": Trial(

@@ -348,7 +348,7 @@ def test_a_file_may_move_activations_to_the_host(tmp_path: Path) -> None:
     moved = (*first[:at], Pass(PassKind.D, *unit), Pass(PassKind.H, *unit), *first[at:])
     interchange.write_csv(replace(schedule, ranks=(moved, *others)).validate(), path)
     adapter = adapter_of(parsed(f"--pipeline-schedule-file {path}"))
-    assert adapter.schedule.moved == {unit}
+    assert adapter.schedule.offloaded == {unit}
     assert "  1 of 32 activations move to the host and back\n" in adapter.describe() + "\n"
 
 
@@ -357,9 +357,9 @@ def test_activations_move_under_a_limit_where_that_is_faster() -> None:
     flags = "--pipeline-schedule v-half --pipeline-memory-limit 0.4"
     kept = adapter_of(parsed(flags))
     adapter = adapter_of(parsed(f"{flags} --pipeline-offload auto"))
-    assert adapter.schedule.moved
+    assert adapter.schedule.offloaded
     assert adapter.predicted_bubble_rate < kept.predicted_bubble_rate
-    assert f"  {len(adapter.schedule.moved)} of 64 activations move to the host" in (
+    assert f"  {len(adapter.schedule.offloaded)} of 64 activations move to the host" in (
         adapter.describe()
     )
     assert "; a copy counts as " in adapter.describe()

@@ -63,10 +63,10 @@ def test_what_moving_brings_is_told_beside_what_keeps_all() -> None:
     row, usual = moved.with_states, moved.all_kept
     assert row is not None
     assert usual is not None
-    assert row.moved > 0
+    assert row.offloaded > 0
     assert row.memory.total <= 6.2 * GIB
     said = as_json(moved)["activation_states"]
-    assert f"offloads {row.moved:.0%} to the host ({gib(row.host_bytes)} of each rank)" in said
+    assert f"offloads {row.offloaded:.0%} to the host ({gib(row.host_bytes)} of each rank)" in said
     lead = row.tokens_per_gpu / usual.tokens_per_gpu - 1
     assert f"{abs(lead):.1%} {'ahead of' if lead >= 0 else 'behind'} auto that keeps all" in said
     assert "--pipeline-offload auto" in flags(row, 16)

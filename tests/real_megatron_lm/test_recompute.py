@@ -1,4 +1,4 @@
-"""Activations that are dropped or moved, in the real pretrain_gpt.py: upstream's every digit."""
+"""Recomputation and offload in the real pretrain_gpt.py: every digit is upstream's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations that are moved to the host: rules, times, memory, bounds and search."""
+"""Activations that are offloaded: rules, times, memory, bounds and search."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MOVES = two_ranks((F, 0), (F, 1), (D, 0), (H, 0), (F, 2), (BW, 0), (BW, 1), (BW,
 
 def test_copies_run_beside_the_passes_and_what_needs_them_waits() -> None:
     timeline = simulate(MOVES.validate(), costs_of(2, 2.5))
-    assert MOVES.moved == {(0, 0)}
+    assert MOVES.offloaded == {(0, 0)}
     # F0 ends at 1, its copy out at 3.5, for which D waits; H begins then, and F runs beside it
     assert timeline.copies[0] == (Copy(0, 0, True, 1.0, 3.5), Copy(0, 0, False, 3.5, 6.0))
     assert timeline.copies[1] == ()
@@ -145,7 +145,7 @@ def test_states_split_the_pairs_of_a_published_order() -> None:
     built = schedules.build(
         "dualpipe-v", pipeline_size=2, num_microbatches=8, costs=costs, memory_limit=0.6
     )
-    assert built.dropped or built.moved
+    assert built.recomputed or built.offloaded
     assert not built.pairs
 
 
@@ -171,7 +171,7 @@ def test_what_fits_anyway_is_not_moved() -> None:
     order = schedules.build("1f1b", **given, costs=costs.with_all_kept())
     kept = place_moves(order, costs, (4.0,) * 4)
     assert kept is not None
-    assert kept.moved == frozenset()
+    assert kept.offloaded == frozenset()
 
 
 @hypothesis.settings(deadline=None, max_examples=25)
@@ -200,7 +200,9 @@ def test_placed_moves_keep_every_rule_and_limit(data: st.DataObject) -> None:
             of_way = [c for c in copies if c.to_host is way or not full_duplex]
             ends = [c.end for c in of_way]
             assert all(c.start >= end for c, end in zip(of_way[1:], ends, strict=False))
-        assert len(copies) == 2 * sum(s in moved.placement.stages_of[rank] for s, _ in moved.moved)
+        assert len(copies) == 2 * sum(
+            s in moved.placement.stages_of[rank] for s, _ in moved.offloaded
+        )
 
 
 @pytest.mark.slow
@@ -211,7 +213,7 @@ def test_auto_moves_where_memory_is_short_and_is_never_slower_for_it(brief_searc
     with pytest.raises(UsageError, match="auto"):
         schedules.build("auto", **given, costs=costs.with_all_kept(), memory_limit=0.2)
     found = schedules.build("auto", **given, costs=costs, memory_limit=0.2)
-    assert found.moved
+    assert found.offloaded
     timeline = simulate(found, costs)
     assert max(timeline.peak_memory) <= 0.2 * p + 1e-9
     assert found.report is not None
@@ -245,8 +247,8 @@ def test_where_copies_take_long_some_units_are_dropped_instead(brief_searches: N
     both = moving.with_recomputation(kept_input=0.06)
     dropping = replace(both, copy=())
     found = schedules.build("auto", **sizes, costs=both)
-    assert found.dropped and found.moved
-    assert not found.dropped & found.moved
+    assert found.recomputed and found.offloaded
+    assert not found.recomputed & found.offloaded
     timeline = simulate(found.validate(), both)
     assert max(timeline.peak_memory) <= 0.3 * 4 * (1 + 1e-9)
     for costs in (moving, dropping):
@@ -258,7 +260,7 @@ def test_where_copies_take_long_some_units_are_dropped_instead(brief_searches: N
 def test_a_share_of_the_units_of_each_stage_is_dropped(share: float, count: int) -> None:
     order = schedules.build("interleaved", pipeline_size=2, num_microbatches=8, chunks=2)
     found = with_drops(order, share).validate()
-    stages = [stage for stage, _ in found.dropped]
+    stages = [stage for stage, _ in found.recomputed]
     assert [stages.count(stage) for stage in range(4)] == [count] * 3 + [0]
     for rank in found.ranks:
         for p, behind in pairwise(rank):

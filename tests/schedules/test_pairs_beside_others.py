@@ -87,7 +87,7 @@ def test_compiled_inner_loops_find_the_same(monkeypatch: pytest.MonkeyPatch) -> 
             )
         found.append(search_paired_states("any", problem, Effort(60, 2000), 0.0, []))
     assert found[0] == found[1]
-    assert found[0] is not None and found[0].pairs and found[0].dropped
+    assert found[0] is not None and found[0].pairs and found[0].recomputed
 
 
 def test_the_inner_loops_time_what_they_find_as_the_simulator_does() -> None:
@@ -99,7 +99,7 @@ def test_the_inner_loops_time_what_they_find_as_the_simulator_does() -> None:
     codes = runner.coded([[p for p in rank if p.kind is not R] for rank in found.ranks])
     m = problem.num_microbatches
     flags = [0] * runner.block
-    for stage, microbatch in found.dropped:
+    for stage, microbatch in found.recomputed:
         flags[stage * m + microbatch] += 2
     for _, stage, microbatch in found.pairs:
         flags[stage * m + microbatch] += 1
@@ -133,7 +133,7 @@ def test_below_1f1bs_memory_pairs_with_dropped_units_beat_either(
     built = {name: schedules.build("v-half", **given, costs=of) for name, of in made.items()}
     seconds = {name: simulate(schedule, costs).makespan for name, schedule in built.items()}
     both = built["both"]
-    assert both.pairs and both.dropped
+    assert both.pairs and both.recomputed
     assert seconds["both"] < 0.97 * min(seconds["pairs"], seconds["dropped"])
     assert max(simulate(both, costs).peak_memory) <= 2.0 + 1e-9
 
@@ -142,7 +142,7 @@ def test_below_1f1bs_memory_pairs_with_dropped_units_beat_either(
 def test_offload_still_has_no_pairs_to_go_with() -> None:
     costs = costs_of(2).with_offload(seconds=0.1)
     given: dict[str, Any] = {"pipeline_size": 2, "num_microbatches": 3, "memory_limit": 1.0}
-    assert not schedules.build("v-zb", **given, costs=costs).moved
+    assert not schedules.build("v-zb", **given, costs=costs).offloaded
 
 
 # --- vocabulary parallelism

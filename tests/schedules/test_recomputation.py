@@ -1,4 +1,4 @@
-"""Activations that are dropped and made again: rules, times, memory, bounds and search."""
+"""Activations that are recomputed: rules, times, memory, bounds and search."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def two_ranks() -> Schedule:
 
 def test_what_is_dropped_holds_its_input_until_it_is_made_again() -> None:
     timeline = simulate(two_ranks(), costs_of(2))
-    assert two_ranks().dropped == {(0, 0)}
+    assert two_ranks().recomputed == {(0, 0)}
     # F0, F1 with 0's input; R0 adds the rest; BW frees a whole one
     assert timeline.memory_curve(0) == pytest.approx((0.1, 1.1, 2.0, 2.0, 1.0))
     assert timeline.peak_activation == (2.0, 1.0)
@@ -79,7 +79,7 @@ def test_a_table_keeps_r_and_an_evaluation_has_none() -> None:
     table = interchange.to_csv(two_ranks())
     assert "0R0" in table
     assert interchange.from_csv(table).ranks == two_ranks().ranks
-    assert not two_ranks().forwards().validate().dropped
+    assert not two_ranks().forwards().validate().recomputed
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_below_every_order_memory_is_had_by_dropping() -> None:
         schedules.build("v-half", **given, costs=costs_of(4).with_all_kept())
     with briefly():
         found = schedules.build("v-half", **given, costs=costs_of(4, kept=0.05))
-    assert found.dropped
+    assert found.recomputed
     assert max(simulate(found, costs_of(4, kept=0.05)).peak_memory) <= 0.17 * 4 + 1e-9
     with pytest.raises(UsageError, match=r"needs at least 0\.1375 of 1F1B"):
         schedules.build("v-half", **(given | {"memory_limit": 0.1}), costs=costs_of(4, kept=0.05))
@@ -115,7 +115,7 @@ def test_a_limit_of_half_is_met_faster_by_dropping_some() -> None:
     costs = costs_of(4, kept=0.03)
     mixed = schedules.build("v-half", **given, costs=costs)
     kept = schedules.build("v-half", **given, costs=costs.with_all_kept())
-    assert 0 < len(mixed.dropped) < 128
+    assert 0 < len(mixed.recomputed) < 128
     assert simulate(mixed, costs).makespan < 0.97 * simulate(kept, costs).makespan
 
 
@@ -175,7 +175,7 @@ def test_compiled_or_not_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch)
         found.append(state_search.search_states("any", problem, Effort(20, 200), 0.0, []))
     assert found[0] == found[1]
     assert found[0] is not None
-    assert found[0].dropped
+    assert found[0].recomputed
 
 
 @pytest.mark.slow

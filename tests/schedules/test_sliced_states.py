@@ -1,4 +1,4 @@
-"""Slices that are dropped, or moved to the host, to keep a memory limit."""
+"""Slices that are recomputed or offloaded, to keep a memory limit."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def test_a_limit_is_kept_in_no_more_time(name: str, costs: Costs) -> None:
         try:
             all_kept = built(name, KEPT, limit)
         except UsageError:
-            assert schedule.dropped or schedule.moved
+            assert schedule.recomputed or schedule.offloaded
         else:
             assert timeline.makespan <= simulate(all_kept, KEPT).makespan + 1e-9
-        seen.add(bool(schedule.dropped or schedule.moved))
+        seen.add(bool(schedule.recomputed or schedule.offloaded))
     assert seen == {True, False} or name != "v-half"
 
 
@@ -105,7 +105,7 @@ def test_all_that_can_be_is_dropped_at_the_least_limit() -> None:
     assert found is not None
     found.validate()
     assert keeps(held(found, costs), least)
-    assert {stage for stage, _ in found.dropped} == {0, 1, 2}
+    assert {stage for stage, _ in found.recomputed} == {0, 1, 2}
     for rank in found.ranks:
         for before, behind in pairwise(rank):
             if before.kind is PassKind.R:
@@ -125,7 +125,7 @@ def test_no_slice_could_be_kept_beside_the_others() -> None:
         found = with_recomputation(order, costs, limit)
         assert found is not None
         assert keeps(held(found.validate(), costs), limit)
-        for unit in found.dropped:
+        for unit in found.recomputed:
             again = Pass(PassKind.R, *unit)
             ranks = tuple(tuple(p for p in rank if p != again) for rank in found.ranks)
             assert not keeps(held(replace(found, ranks=ranks), costs), limit), unit
@@ -166,7 +166,7 @@ def test_less_than_a_microbatch_is_enough() -> None:
     schedule = built("v-zb", DROPPED, 0.125)
     timeline = simulate(schedule, DROPPED)
     last = schedule.placement.num_stages - 1
-    assert any(stage == last for stage, _ in schedule.dropped)
+    assert any(stage == last for stage, _ in schedule.recomputed)
     peak = max(timeline.peak_microbatches)
     assert peak == pytest.approx(max(timeline.peak_memory))  # of a microbatch a rank
     assert max(timeline.peak_activation) / N < peak <= 0.125 * P * (1 + 1e-9) < 1
@@ -178,6 +178,6 @@ def test_slices_of_the_last_stage_move_too() -> None:
     schedule = built("v-zb", MOVED, 0.1)
     timeline = simulate(schedule, MOVED)
     last = schedule.placement.num_stages - 1
-    assert any(stage == last for stage, _ in schedule.moved)
+    assert any(stage == last for stage, _ in schedule.offloaded)
     assert max(timeline.peak_microbatches) == pytest.approx(max(timeline.peak_memory))
     assert max(timeline.peak_activation) / N < max(timeline.peak_memory) <= 0.1 * P * (1 + 1e-9)

@@ -123,7 +123,7 @@ def test_a_table_with_further_passes_keeps_them() -> None:
     table = schedules.build(
         "v-zb", pipeline_size=2, num_microbatches=4, costs=costs, memory_limit=0.4
     )
-    assert table.dropped
+    assert table.recomputed
     unequal = costs_of_work(costs, Lengths.of([8.0, 1.0, 2.0, 4.0]))
     plan = plan_step(table, unequal, [1e9] * 2)
     assert plan is not None
@@ -270,7 +270,7 @@ def test_a_limit_is_kept_without_recomputation_if_no_order_of_its_table_keeps_it
     table = schedules.build(
         "v-zb", pipeline_size=4, num_microbatches=6, costs=costs, memory_limit=0.7
     )
-    assert table.dropped
+    assert table.recomputed
     rng = random.Random(seed)
     unequal = costs_of_work(costs, Lengths.of([rng.randint(2, 16) for _ in range(6)]))
     limit = [0.7 * unequal.one_f_one_b_peak()] * 4

@@ -1,4 +1,4 @@
-"""Orders in which some activations are dropped and made again, and some moved to the host."""
+"""Orders in which some activations are recomputed, and some offloaded."""
 
 from __future__ import annotations
 

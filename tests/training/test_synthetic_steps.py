@@ -63,7 +63,7 @@ def test_a_moved_microbatch_sleeps_for_its_copies_in_threads_that_d_and_b_wait_f
 
     monkeypatch.setattr(synthetic_steps, "time", SimpleNamespace(sleep=sleep))
     stage = SyntheticStage(0, table, SleepingCopies(table))
-    stage.moved = {1}
+    stage.offloaded = {1}
     stage.forward(0, None)
     stage.forward(1, None)
     assert slept == [(True, 0.01)] * 2, "the copy out goes on beside what follows"

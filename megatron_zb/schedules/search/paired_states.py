@@ -1,8 +1,8 @@
 """Search for an order, for what it joins as pairs, and for what it drops and makes again.
 
 A pair hides communication only if both of its passes are ready, so units wait longer and hold more;
-below 1F1B's memory there is room for few. A dropped unit waits for little. Its R runs right before
-its B, or before the pair that B is in: R communicates, too, with nothing to hide it.
+below 1F1B's memory there is room for few. A recomputed unit waits for little. Its R runs right
+before its B, or before the pair that B is in: R communicates, too, with nothing to hide it.
 """
 
 from __future__ import annotations

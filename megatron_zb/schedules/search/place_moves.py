@@ -105,7 +105,7 @@ class _Line:
         self._backwards = [
             (_unit(p), i, start)
             for i, (p, start, _) in enumerate(rest)
-            if p.kind in _BACKWARD and p.stage != kept and _unit(p) not in schedule.dropped
+            if p.kind in _BACKWARD and p.stage != kept and _unit(p) not in schedule.recomputed
         ]
         self._copy = {u: costs.of(u[1]).copy[u[0]] for u, _, _ in self._backwards}
 
@@ -157,7 +157,7 @@ class _Line:
         return line
 
     def _after(self, p: Pass, moved: set[tuple[int, int]]) -> float:
-        """Return what a pass leaves on the device, if the copies of moved units have ended."""
+        """Return what a pass leaves on the device, if the copies of offloaded unit have ended."""
         is_moved = p.kind is PassKind.F and _unit(p) in moved
         return self._change[p] - self._size[_unit(p)] * is_moved
 
@@ -197,7 +197,7 @@ class _Line:
         return np.array(most)
 
     def _with_releases(self, line: Sequence[Pass]) -> Iterator[Pass]:
-        """Yield the passes with a D of each moved unit, where its memory is needed and not before.
+        """Yield the passes with a D of each offloaded unit right where its memory is needed.
 
         A unit whose memory nobody needs until it would come back is kept.
         """

@@ -1,4 +1,4 @@
-"""Search for an order and for its states: activations kept from F to B, or dropped and made again.
+"""Search for an order and for its states: activations kept from F to B, or recomputed.
 
 Memory buys time in two ways: another order holds less, and a unit that is dropped holds its input
 alone until R makes its activation again. Neither by itself is good below half of 1F1B's memory. So

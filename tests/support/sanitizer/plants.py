@@ -34,7 +34,7 @@ def _send_and_forget(self: Any, channel: Any, tensor: torch.Tensor, *rest: Any) 
 
 
 def _free_at_once(self: Any, microbatch: int) -> None:
-    for storage, _ in self._units[microbatch].moved:
+    for storage, _ in self._units[microbatch].offloaded:
         storage.let_go()
 
 

@@ -28,10 +28,10 @@ _PIECE = 2**12
 
 @dataclass(frozen=True)
 class Trial:
-    """A small GPT and its schedule, with shares of units that are dropped and moved.
+    """A small GPT and its schedule, with shares of units that are recomputed and offloaded.
 
     ``pairs`` joins every F with the backward behind it, of microbatches of which R runs again
-    some, if they are ``dropped``.
+    some, if they are ``recomputed``.
     """
 
     case: GPTCase = field(default_factory=GPTCase)
@@ -39,7 +39,7 @@ class Trial:
     drop: float = 0.0
     move: float = 0.0
     pairs: bool = False
-    dropped: bool = False
+    recomputed: bool = False
     microbatches: int = 5
 
     def order(self, pipeline_size: int) -> str | Schedule:
@@ -52,7 +52,7 @@ class Trial:
             num_microbatches=self.microbatches,
             slices=Slicing.parse(self.case.slices or "1"),
         )
-        if self.dropped:
+        if self.recomputed:
             return dropping(joined(kept))
         return joined(kept) if self.pairs else with_states(kept, 3, self.drop, self.move)
 
