@@ -2,9 +2,9 @@
 """Steps of mixtures of experts, with layers balanced for what pairs hide, and for all their work.
 
 Two models on 256 GPUs, 8 pipeline ranks and 32-way expert parallelism. For each schedule with pairs
-the layers are cut into stages twice: by the longer of a layer's work and the exchange hidden beside
-it, and by both together. Each is simulated with pairs, and with as much memory as it asks for.
-Costs are counted; nothing is run.
+the layers are cut into stages twice: by the longer of a layer's work and the all-to-all hidden
+beside it, and by both together. Each is simulated with pairs, and with as much memory as it asks
+for. Costs are counted; nothing is run.
 
 Prints a table and, last, one JSON line.
 """
@@ -33,8 +33,8 @@ RANKS, DATA, SEQUENCE = 8, 32, 4096
 MODELS = ("deepseek_v3_like", "qwen3_235b_a22b")
 SCHEDULES = (
     (of_overlap(), 2),
-    (ScheduleCandidate("v-zb", "v-zb", overlaps_exchange=True), 2),
-    (ScheduleCandidate("v-half", "v-half", overlaps_exchange=True), 2),
+    (ScheduleCandidate("v-zb", "v-zb", overlaps_all_to_all=True), 2),
+    (ScheduleCandidate("v-half", "v-half", overlaps_all_to_all=True), 2),
 )
 
 
@@ -63,13 +63,13 @@ def rows(model: str, device: str, microbatches: int) -> list[dict[str, Any]]:
     load = Workload(config, gpu, strategy, SEQUENCE)
     found = []
     for candidate, chunks in SCHEDULES:
-        for weights in (replace(candidate, overlaps_exchange=False), candidate):
+        for weights in (replace(candidate, overlaps_all_to_all=False), candidate):
             staged = cut_into_stages(load, candidate, chunks, weights)
             assert staged is not None, "there are enough layers"
             of = {
                 "model": model,
                 "microbatches": microbatches,
-                "hidden_counts": weights.overlaps_exchange,
+                "hidden_counts": weights.overlaps_all_to_all,
             }
             found.append(row_of(staged, candidate, of))
     return found

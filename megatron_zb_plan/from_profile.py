@@ -21,7 +21,7 @@ from rich.text import Text
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import with_counted_vocabulary
-from megatron_zb.measured.exchange import with_exchange
+from megatron_zb.measured.expert_all_to_all import with_all_to_all
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.parsing import GIB
@@ -47,7 +47,7 @@ _LARGE = 20_000  # passes: more are not lowered for their messages
 # Fields of a row in JSON, and the attributes whose names differ.
 _IN_JSON = (
     "schedule runs chunks layout is_even seconds seconds_even bubble activation_bytes rank "
-    "megatron has_by_default vocabulary_parallel overlaps_exchange"
+    "megatron has_by_default vocabulary_parallel overlaps_all_to_all"
 ).split()
 _ATTRIBUTES = {"schedule": "candidate", "runs": "family", "layout": "written"}
 
@@ -137,7 +137,7 @@ class MeasuredRow(PlanRow):
     def name(self) -> str:
         """Name in the table, with what the schedule runs, its chunks and its variant."""
         cut = ", vocabulary parallelism" if self.vocabulary_parallel else ""
-        pairs = ", pairs" if self.overlaps_exchange and not self.megatron else ""
+        pairs = ", pairs" if self.overlaps_all_to_all and not self.megatron else ""
         return super().name + cut + pairs
 
     @property
@@ -272,14 +272,14 @@ class _MeasuredSearch(PlanSearch):
 
     def _costs_of_a_run(self, candidate: ScheduleCandidate) -> schedules.Costs | None:
         """Return the costs for which a run builds a named schedule; None where all are equal."""
-        if not (candidate.vocabulary_parallel or candidate.overlaps_exchange):
+        if not (candidate.vocabulary_parallel or candidate.overlaps_all_to_all):
             return None
         profile = self.fit.profile
         costs = schedules.Costs.uniform(
             pipeline_size=profile.pipeline_size, forward=1.0, backward=1.0, weight=1.0
         )
-        if candidate.overlaps_exchange:
-            return with_exchange(costs)
+        if candidate.overlaps_all_to_all:
+            return with_all_to_all(costs)
         (_, output), (_, kept) = self.fit.in_layers(), self.fit.in_layers(cut=True)
         predicts = profile.multi_token > 0
         output -= kept if predicts else 0.0
@@ -294,7 +294,7 @@ class _MeasuredSearch(PlanSearch):
         """Add rows of the fastest schedules with the pairs of a run's search, and Megatron's."""
         able = {candidate.name for candidate in named if candidate.finds_pairs}
         fastest = [row for row in self._ranked() if row.candidate in able]
-        found = self._variants(named, fastest[:VARIANTS], overlaps_exchange=True)
+        found = self._variants(named, fastest[:VARIANTS], overlaps_all_to_all=True)
         if MEGATRON_INTERLEAVED in self.asked:
             self.asked.add(MEGATRON_OVERLAP)
             found += self._rows(of_overlap())[0]
@@ -324,7 +324,7 @@ class _MeasuredSearch(PlanSearch):
         auto = replace(
             candidate,
             vocabulary_parallel=best.vocabulary_parallel,
-            overlaps_exchange=best.overlaps_exchange,
+            overlaps_all_to_all=best.overlaps_all_to_all,
         )
         with suppress(UsageError):
             timeline = self._simulated(auto, placement.chunks, placement, best.layout)

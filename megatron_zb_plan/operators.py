@@ -183,7 +183,7 @@ class Recomputed:
         weights: weights that are visited again.
         traffic: bytes that kernels between the products read and write again.
         kernels: kernels that run again.
-        exchanges: whether tokens are sent to their experts and back again.
+        all_to_all: whether tokens are sent to their experts and back again.
     """
 
     inputs: int = 0
@@ -193,7 +193,7 @@ class Recomputed:
     weights: int = 0
     traffic: int = 0
     kernels: int = 0
-    exchanges: bool = False
+    all_to_all: bool = False
 
     def __add__(self, other: Recomputed) -> Recomputed:
         return Recomputed(*map(add, vars(self).values(), vars(other).values()))
@@ -280,7 +280,7 @@ def _whole(operator: Operator | None) -> Recomputed:
         weights=operator.weights + operator.visited,
         traffic=operator.forward,
         kernels=3 + operator.kernels,
-        exchanges=operator.sent > 0,
+        all_to_all=operator.sent > 0,
     )
 
 

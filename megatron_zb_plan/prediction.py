@@ -64,9 +64,9 @@ class PlanRow:
         return self.runs.vocabulary_parallel
 
     @property
-    def overlaps_exchange(self) -> bool:
+    def overlaps_all_to_all(self) -> bool:
         """Whether pairs hide the expert all-to-all."""
-        return self.runs.overlaps_exchange
+        return self.runs.overlaps_all_to_all
 
     @property
     def schedule(self) -> Schedule | None:
@@ -338,7 +338,7 @@ class Ordered:
             runs=replace(
                 candidate,
                 vocabulary_parallel=staged.vocabulary_parallel,
-                overlaps_exchange=staged.overlaps_exchange,
+                overlaps_all_to_all=staged.overlaps_all_to_all,
             ),
             load=staged.load,
             num_microbatches=m,
@@ -443,10 +443,10 @@ def _has_states(staged: StageWorkload) -> bool:
 def _running(staged: StageWorkload, timeline: Timeline) -> float:
     """Return the seconds in which a rank, on average, runs passes of a timeline.
 
-    A pair counts once, with the exchange that it does not hide, and what is made again counts; a
+    A pair counts once, with the all-to-all that it does not hide; recomputation counts, too; a
     message that stops a rank is no pass.
     """
-    if staged.overlaps_exchange or staged.drops:
+    if staged.overlaps_all_to_all or staged.drops:
         return (1 - timeline.bubble_rate) * timeline.makespan
     schedule, p = timeline.schedule, staged.placement.pipeline_size
     work = sum(staged.rank_work(r).total for r in range(p)) / p

@@ -87,7 +87,7 @@ def recommendation(plan: Plan) -> str:
 
 
 def _said(row: Prediction) -> str:
-    flags = ["--overlap-moe-expert-parallel-comm"] if row.overlaps_exchange else []
+    flags = ["--overlap-moe-expert-parallel-comm"] if row.overlaps_all_to_all else []
     flags += [f"--pipeline-slices {row.slicing}"] if row.slicing is not None else []
     flags += ["--pipeline-vocabulary on"] if row.vocabulary_parallel else []
     return f"{row.family} with {' and '.join(flags)}" if flags else row.family

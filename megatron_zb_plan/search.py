@@ -297,7 +297,7 @@ class _Looking:
         except UsageError:
             found.note(setting, setting.memory)
             return False
-        if staged.overlaps_exchange and not (order.schedule and order.schedule.pairs):
+        if staged.overlaps_all_to_all and not (order.schedule and order.schedule.pairs):
             return False  # it is a row without pairs
         prediction = order.predicted() if order.memory.total <= job.memory else None
         found.tried.append(_Tried(setting, staged, prediction))
@@ -369,7 +369,7 @@ class _CountedSearch(PlanSearch):
     def __init__(self, looking: _Looking, asked: Collection[str], watch: Watch, each: Each) -> None:
         super().__init__(watch)
         self.looking, self.each, self.job = looking, each, looking.job
-        self.has_pairs = not self.job.post_validation and looking.settings.have_exchange
+        self.has_pairs = not self.job.post_validation and looking.settings.have_all_to_all
         overlap = [of_overlap()] if self.has_pairs else []
         self.own = [*overlap, ScheduleCandidate(NO_PIPELINE, "1f1b", megatron=True)]
         self.asked = {*asked, *(candidate.name for candidate in self.own)}
@@ -463,7 +463,7 @@ class _CountedSearch(PlanSearch):
         whole = {name: row for name, row in self.best.items() if row.slicing is None}
         reached = [row.tokens_per_gpu for name, row in whole.items() if name in self.asked]
         floor = max(reached, default=0.0) * (1 + WORTH_A_CHANGE)
-        able = [candidate for candidate in named if not candidate.overlaps_exchange]
+        able = [candidate for candidate in named if not candidate.overlaps_all_to_all]
         for found in self._variants(able, floor, vocabulary_parallel=True):
             row, name = found.prediction, found.candidate.name
             self._note_cut(row)
@@ -479,7 +479,7 @@ class _CountedSearch(PlanSearch):
         if (own := self.best.get(MEGATRON_OVERLAP)) is not None:
             self._enter_if_faster("auto", own)  # in this package's order of the same
         able = [candidate for candidate in named if candidate.finds_pairs]
-        for found in self._variants(able, 0.0, vocabulary_parallel=False, overlaps_exchange=True):
+        for found in self._variants(able, 0.0, vocabulary_parallel=False, overlaps_all_to_all=True):
             if found.prediction is not None:
                 self._enter_if_faster(found.candidate.name, found.prediction)
                 self._enter_if_faster("auto", found.prediction)
@@ -566,7 +566,7 @@ class _CountedSearch(PlanSearch):
                 continue
             if tried.staged.vocabulary_parallel is not candidate.vocabulary_parallel:
                 continue
-            if tried.staged.overlaps_exchange:
+            if tried.staged.overlaps_all_to_all:
                 continue  # the searches for pairs are those of the named schedules
             of = tried.setting.candidate
             if of.is_sliced is not candidate.is_sliced:
@@ -590,7 +590,7 @@ class _CountedSearch(PlanSearch):
         for tried in self.tried:
             staged = tried.staged
             key = (staged.load.strategy, staged.placement, staged.layout)
-            if staged.vocabulary_parallel or staged.overlaps_exchange:
+            if staged.vocabulary_parallel or staged.overlaps_all_to_all:
                 continue  # the search for an order with shards is that of the named schedules
             if tried.setting.candidate.is_sliced is not candidate.is_sliced:
                 continue

@@ -348,9 +348,9 @@ class CountedSettings:
         return cls(job, found, [EvenSplit(load, vocabulary_parallel=True) for load in cut])
 
     @property
-    def have_exchange(self) -> bool:
+    def have_all_to_all(self) -> bool:
         """Whether there is an expert all-to-all that Megatron can hide behind a pass."""
-        return any(_exchanges(split.load) for split in self.whole)
+        return any(_has_all_to_all(split.load) for split in self.whole)
 
     def ordered(self, candidate: ScheduleCandidate) -> list[CountedSetting]:
         """Return the settings of a schedule, the fastest by formula first."""
@@ -390,11 +390,11 @@ class CountedSettings:
             return
         if candidate.needs_whole_groups and m % strategy.pipeline:
             return
-        if candidate.overlaps_exchange and not _exchanges(load):
+        if candidate.overlaps_all_to_all and not _has_all_to_all(load):
             return
         for chunks in candidate.chunk_counts(load.model.layers, strategy.pipeline):
             seconds = estimated_seconds(split, candidate, m, chunks)
-            if candidate.overlaps_exchange:
+            if candidate.overlaps_all_to_all:
                 seconds *= _share_left(split)
             needed = estimated_memory(split, candidate, m, chunks)
             counted = split.rank_with(candidate.placement(strategy.pipeline, chunks)).total
@@ -454,16 +454,16 @@ def _fewest_chunks_first(settings: Sequence[CountedSetting]) -> list[CountedSett
     return sorted(settings, key=place)
 
 
-def _exchanges(load: Workload) -> bool:
-    exchange = load.exchange(load.model.layers - 1)
+def _has_all_to_all(load: Workload) -> bool:
+    all_to_all = load.all_to_all(load.model.layers - 1)
     recompute = load.strategy.recompute
     again = recompute == "full" or "moe" in modules_of(recompute)
-    return load.strategy.expert > 1 and not again and exchange > 0
+    return load.strategy.expert > 1 and not again and all_to_all > 0
 
 
 def _share_left(split: EvenSplit) -> float:
     """Return the share of a rank's seconds that is left at best with a hidden all-to-all."""
     load, whole = split.load, split.rank.total
     layers = load.model.layers
-    exchange = 2 * sum(map(load.exchange, range(layers))) / load.strategy.pipeline
-    return min(1.0, max(whole - exchange, exchange) / whole)
+    all_to_all = 2 * sum(map(load.all_to_all, range(layers))) / load.strategy.pipeline
+    return min(1.0, max(whole - all_to_all, all_to_all) / whole)

@@ -27,7 +27,7 @@ class StageWorkload:
 
     With ``vocabulary_parallel``, output layer and embedding are vocabulary parallel over all
     ranks: the shard of rank r then counts as stage S + r where bytes are listed by stage. With
-    ``overlaps_exchange``, pairs may hide the exchange of tokens between experts. With ``drops``,
+    ``overlaps_all_to_all``, pairs may hide the expert all-to-all. With ``drops``,
     the schedule may drop activations and make them again, with ``moves`` move them to the host.
     """
 
@@ -35,7 +35,7 @@ class StageWorkload:
     placement: Placement
     layout: Layout
     vocabulary_parallel: bool = False
-    overlaps_exchange: bool = False
+    overlaps_all_to_all: bool = False
     drops: bool = False
     moves: bool = False
 
@@ -55,10 +55,10 @@ class StageWorkload:
 
     @cached_property
     def work(self) -> tuple[PassSeconds, ...]:
-        """Seconds of a microbatch on each stage, without shards and :attr:`exchange`."""
+        """Seconds of a microbatch on each stage, without shards and :attr:`all_to_all`."""
         out = [
             sum_of_works(self.load, layers) + PassSeconds(-seconds, -seconds)
-            for layers, seconds in zip(self.layers_of, self.exchange, strict=True)
+            for layers, seconds in zip(self.layers_of, self.all_to_all, strict=True)
         ]
         shard = self.shard
         out[0] += self.load.embedding() if shard is None else shard.looked_up
@@ -70,11 +70,11 @@ class StageWorkload:
         return tuple(out)
 
     @cached_property
-    def exchange(self) -> tuple[float, ...]:
+    def all_to_all(self) -> tuple[float, ...]:
         """Seconds of each stage, in F and as many in B, that pairs may hide."""
-        if not self.overlaps_exchange:
+        if not self.overlaps_all_to_all:
             return (0.0,) * len(self.layout)
-        return tuple(sum(map(self.load.exchange, layers)) for layers in self.layers_of)
+        return tuple(sum(map(self.load.all_to_all, layers)) for layers in self.layers_of)
 
     @cached_property
     def held(self) -> tuple[ActivationBytes, ...]:
@@ -216,9 +216,9 @@ class StageWorkload:
             held_for_weight=[min(h.for_weight, h.activation) for h in held],
             fixed=[self.fixed(rank) for rank in range(self.placement.pipeline_size)],
         )
-        if self.overlaps_exchange:
+        if self.overlaps_all_to_all:
             return costs.with_communication(
-                forward=self.exchange, backward=self.exchange, pair_loss=PAIR_LOSS
+                forward=self.all_to_all, backward=self.all_to_all, pair_loss=PAIR_LOSS
             )
         if self.shard is not None:
             return self._with_shards(costs, self.shard)
@@ -300,10 +300,10 @@ class CountedCosts(CostModel):
         """Return the even layout, and the one that counts the ends as so many layers.
 
         A layer of a hybrid model counts for as much as those of its kind take. So does any beside
-        an exchange that pairs hide, where the longer of the two counts.
+        an all-to-all that pairs hide, where the longer of the two counts.
         """
         load, model = self.load, self.load.model
-        hides = variant.overlaps_exchange
+        hides = variant.overlaps_all_to_all
         shard = CountedShard(load) if variant.vocabulary_parallel else None
         first = load.embedding() if shard is None else shard.looked_up
         output = load.output().total if shard is None else shard.loss + load.prediction().total
@@ -316,14 +316,14 @@ class CountedCosts(CostModel):
         return layout.weighed(tuple(w / layer for w in weights), placement, *ends)
 
     def _work(self, layer: int, hides: bool) -> float:
-        """Return the seconds of a layer, forward and backward, beside a hidden exchange or not."""
-        hidden = 2 * self.load.exchange(layer) if hides else 0.0
+        """Return the seconds of a layer, forward and backward, with an all-to-all hidden or not."""
+        hidden = 2 * self.load.all_to_all(layer) if hides else 0.0
         return max(self.load.layer(layer).total - hidden, hidden)
 
     def staged(self, placement: Placement, counts: Layout, variant: Variant) -> StageWorkload:
         """Cut the workload into the stages of a layout."""
         return StageWorkload(
-            self.load, placement, counts, variant.vocabulary_parallel, variant.overlaps_exchange
+            self.load, placement, counts, variant.vocabulary_parallel, variant.overlaps_all_to_all
         )
 
     def costs(self, placement: Placement, counts: Layout, variant: Variant) -> Costs:
@@ -339,11 +339,11 @@ def worth_a_simulation(
     Which of them is faster depends on how many passes find a partner.
     """
     found = [cut_into_stages(load, candidate, chunks)]
-    if candidate.overlaps_exchange:
-        exposed = replace(candidate, overlaps_exchange=False)
+    if candidate.overlaps_all_to_all:
+        exposed = replace(candidate, overlaps_all_to_all=False)
         found.append(cut_into_stages(load, candidate, chunks, exposed))
         whole = cut_into_stages(load, exposed, chunks)
-        found.append(whole and replace(whole, overlaps_exchange=True))
+        found.append(whole and replace(whole, overlaps_all_to_all=True))
     return list({staged.layout: staged for staged in found if staged is not None}.values())
 
 

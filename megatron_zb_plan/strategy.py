@@ -452,7 +452,7 @@ def _of_family(name: str) -> ScheduleCandidate:
 def of_overlap() -> ScheduleCandidate:
     """Return Megatron's interleaved schedule with ``--overlap-moe-expert-parallel-comm``."""
     return ScheduleCandidate(
-        MEGATRON_OVERLAP, "interleaved", takes_chunks=True, megatron=True, overlaps_exchange=True
+        MEGATRON_OVERLAP, "interleaved", takes_chunks=True, megatron=True, overlaps_all_to_all=True
     )
 
 

@@ -120,7 +120,7 @@ def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -
         out.append("--pipeline-recompute auto")
     if row.offloaded:
         out.append("--pipeline-offload auto")
-    if row.overlaps_exchange:
+    if row.overlaps_all_to_all:
         out.append("--overlap-moe-expert-parallel-comm")
     chunks = row.chunks
     if row.family == "auto" and row.schedule is not None:
@@ -301,7 +301,7 @@ def name_in(plan: Plan, row: Prediction) -> str:
 def setting_of(row: Prediction) -> str:
     """Return the strategy as text, marked: uneven layers, vocabulary parallelism, pairs, states."""
     uneven, cut = "" if row.has_by_default else " uneven", " cut" if row.vocabulary_parallel else ""
-    pairs = " pairs" if row.overlaps_exchange else ""
+    pairs = " pairs" if row.overlaps_all_to_all else ""
     states = (" dropped" if row.recomputed else "") + (" moved" if row.offloaded else "")
     return f"{row.load.strategy}{uneven}{cut}{pairs}{states}"
 
@@ -343,7 +343,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         **_slices(row, asked=plan.job.has_slices),
         "vocabulary": "on" if row.vocabulary_parallel else "off",
         "gain_of_cut": gain_of_cut(plan, row),
-        "overlaps_exchange": row.overlaps_exchange,
+        "overlaps_all_to_all": row.overlaps_all_to_all,
         "recomputed": row.recomputed,
         "offloaded": row.offloaded,
         "host_bytes": row.host_bytes,

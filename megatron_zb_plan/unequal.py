@@ -3,7 +3,7 @@
 The search of a plan takes all microbatches to be alike. This takes its rows, draws the lengths of
 some steps, and simulates each row with them: Megatron's own schedules as the microbatches come, a
 schedule of this package as a plan of the step orders them. Replicas have other sequences and wait
-for one another at the end of a step; replicas that exchange tokens between their experts wait in
+for one another at the end of a step; replicas with an expert all-to-all wait in
 every pass.
 """
 

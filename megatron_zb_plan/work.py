@@ -14,7 +14,7 @@ Counted from floating-point operations and bytes, on one tensor-parallel rank:
 - Every kernel loses a fixed time, so that small microbatches are less efficient.
 - Recomputation adds its part of F to B.
 - Tensor parallelism with sequence parallelism gathers and scatters twice in F and in B (arXiv
-  2205.05198); experts exchange tokens twice in each, and take no part in tensor parallelism but
+  2205.05198); experts have two all-to-alls in each, and take no part in tensor parallelism but
   with expert tensor parallelism and in shared experts.
 - Context parallelism shares out the tokens of a sample; keys and values travel around its ranks
   while the scores are computed, and their gradients back.
@@ -246,7 +246,7 @@ class Workload:
         share = self.tokens / self.strategy.tensor
         moved = self.moved(parts.traffic * share + 4 * parts.normed * self.kept_tokens)
         seconds = 2 * parts.weights * share / self.rate.reached + moved
-        seconds += self.exchange(index) if parts.exchanges else 0.0
+        seconds += self.all_to_all(index) if parts.all_to_all else 0.0
         return seconds + self.launches(parts.kernels) + (scores if parts.scores else 0.0)
 
     def products(self, weights: int) -> PassSeconds:
@@ -416,7 +416,7 @@ class Workload:
             parts -= 1
         return parts * (2 * self.collective())
 
-    def exchange(self, index: int) -> float:
+    def all_to_all(self, index: int) -> float:
         """Return the seconds of the expert all-to-all in F of a layer; B has as many."""
         experts = self.model.experts_in(index)
         return 0.0 if experts is None else self._expert_parallel(experts.top_k)

@@ -66,7 +66,7 @@ class ScheduleSettings:
             "it; --pipeline-model-parallel-layout then names the layers of every stage in model "
             "order, and --num-virtual-stages-per-pipeline-rank the chunks of a rank where the "
             "schedule has the choice. With --overlap-moe-expert-parallel-comm, forwards and "
-            "backwards run in one pass; what experts exchange is taken to be half of a forward "
+            "backwards run in one pass; the expert all-to-all is taken to be half of a forward "
             "then",
         },
     )

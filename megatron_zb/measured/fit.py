@@ -27,12 +27,12 @@ class Variant:
     Attributes:
         blocking: a rank cannot compute while its messages travel.
         vocabulary_parallel: vocabulary parallelism over all pipeline ranks.
-        overlaps_exchange: overlapped forward-backward pairs hide the expert all-to-all.
+        overlaps_all_to_all: overlapped forward-backward pairs hide the expert all-to-all.
     """
 
     blocking: bool = False
     vocabulary_parallel: bool = False
-    overlaps_exchange: bool = False
+    overlaps_all_to_all: bool = False
 
 
 class CostModel(Protocol):
@@ -194,12 +194,12 @@ class Fit(CostModel):
         if variant.vocabulary_parallel:
             return self.cut_costs(placement, counts, self.cutting or Cutting())
         costs = self._costs(self.parts, placement, counts, blocking=variant.blocking)
-        exchange = self.profile.exchange if variant.overlaps_exchange else None
-        if exchange is None:
+        all_to_all = self.profile.all_to_all if variant.overlaps_all_to_all else None
+        if all_to_all is None:
             return costs
-        ran = zip(exchange.seconds, self.profile.stages, strict=True)
+        ran = zip(all_to_all.seconds, self.profile.stages, strict=True)
         layer = median(s / n for s, stage in ran if (n := stage.layers.count("t")))
-        return replace(exchange, seconds=tuple(n * layer for n in counts)).split_off(costs)
+        return replace(all_to_all, seconds=tuple(n * layer for n in counts)).split_off(costs)
 
     def _costs(
         self,

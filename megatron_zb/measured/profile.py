@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.measured.config import Section
-from megatron_zb.measured.exchange import HiddenExchange, PairTimes
+from megatron_zb.measured.expert_all_to_all import HiddenAllToAll, PairTimes
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.step_plan import AttentionWork
@@ -364,8 +364,8 @@ class Profile(Section):
             activation=[s.activation for s in stages],
             held_for_weight=[s.held_for_weight for s in stages],
         )
-        if (exchange := self.exchange) is not None:
-            costs = exchange.split_off(costs)
+        if (all_to_all := self.all_to_all) is not None:
+            costs = all_to_all.split_off(costs)
         if self.vocabulary is None:
             return costs
         costs = self.vocabulary.added_to(costs, placement.rank_of[-1], host=host)
@@ -427,7 +427,7 @@ class Profile(Section):
         return held / self.host_link.bandwidth / passes
 
     @property
-    def exchange(self) -> HiddenExchange | None:
+    def all_to_all(self) -> HiddenAllToAll | None:
         """What pairs hide; None where none ran."""
         if not self.pairs:
             return None
@@ -439,7 +439,7 @@ class Profile(Section):
             backward = whole if pair.whole else back.backward
             return PairTimes(pair.forward, pair.backward, forward.forward, backward, pair.seconds)
 
-        return HiddenExchange.measured([s.forward for s in stages], list(map(alone, self.pairs)))
+        return HiddenAllToAll.measured([s.forward for s in stages], list(map(alone, self.pairs)))
 
     def _slowdown_of_shards(self) -> list[float]:
         """Return how slow the shard of each rank is against the mean of all; they are alike."""

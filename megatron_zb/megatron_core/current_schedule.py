@@ -10,7 +10,7 @@ from functools import lru_cache
 from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import ScheduleSettings, placement_of
 from megatron_zb.measured.balance import TRANSFER, Ends, costs_of, with_counted_vocabulary
-from megatron_zb.measured.exchange import with_exchange
+from megatron_zb.measured.expert_all_to_all import with_all_to_all
 from megatron_zb.measured.profile import Profile
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Build
@@ -54,8 +54,8 @@ class JobSizes:
             costs of the model's ends, to balance the stages.
         ends: the costs of the model's ends, if known: ``auto`` chooses its placement by them, which
             stays when costs have been measured.
-        overlaps_exchange: a forward and a backward may run in one pass, so that what experts
-            exchange in one hides behind the other.
+        overlaps_all_to_all: a forward and a backward may run in one pass, so that the expert
+            all-to-all of one hides behind the other.
         copy: with ``pipeline_offload``, what copying an activation to the host takes as a share of
             the passes that use it, unless the profile that balances layers has timed copies.
         vocabulary: with ``pipeline_vocabulary``, the number of layers that the output layer counts
@@ -73,7 +73,7 @@ class JobSizes:
     layers: Layers
     layer_layout: str | Ends | None = None
     ends: Ends | None = None
-    overlaps_exchange: bool = False
+    overlaps_all_to_all: bool = False
     copy: float | None = None
     vocabulary: float | None = None
     attention: AttentionWork = NO_ATTENTION
@@ -416,10 +416,10 @@ def _assumed_costs(settings: ScheduleSettings, sizes: JobSizes) -> Costs:
         counted = 1.0 * depths if ends is None else ends.output - ends.kept
         output = counted if sizes.vocabulary is None else sizes.vocabulary * depths
         costs = with_counted_vocabulary(costs, layers, output, predicts=depths > 1)
-    if sizes.overlaps_exchange:
-        exchange = profile and profile.exchange
-        shares = (exchange.share, exchange.loss) if exchange else ()
-        costs = with_exchange(costs, *shares)
+    if sizes.overlaps_all_to_all:
+        all_to_all = profile and profile.all_to_all
+        shares = (all_to_all.share, all_to_all.loss) if all_to_all else ()
+        costs = with_all_to_all(costs, *shares)
     if settings.pipeline_recompute == "auto":
         layer = sum(costs.activation) / max(layers, 1)
         costs = costs.with_recomputation(kept_input=_INPUT * layer)

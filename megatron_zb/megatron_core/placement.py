@@ -247,5 +247,5 @@ class StartReport:
             known += f" and transfers of {TRANSFER:.0%} of a forward"
         if costs.forward_comm:
             share = sum(costs.forward_comm) / sum(costs.forward)
-            known += f" and an exchange between experts of {share:.0%} of a forward"
+            known += f" and an expert all-to-all of {share:.0%} of a forward"
         return known

@@ -2,7 +2,7 @@
 
 A trainer that knows the lengths of a step's microbatches gives them to :class:`PlannedSteps` right
 before the step. All ranks that run one model find the same plan, since it follows from the lengths
-alone, and compare it. Replicas that exchange tokens between their experts wait for one another in
+alone, and compare it. Replicas with an expert all-to-all wait for one another in
 every pass: they plan for the longest of their microbatches that run at one time.
 
 For trainers that hand iterators to the schedule and cannot put their microbatches into an order,

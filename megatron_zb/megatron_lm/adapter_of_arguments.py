@@ -159,7 +159,7 @@ def prepare_overlap(args: argparse.Namespace) -> list[str]:
 
     Returns:
         A line that says so, if the arguments asked for it, and one about an environment in which
-        what experts exchange does not run beside anything.
+        the expert all-to-all does not run beside anything.
     """
     lines = []
     if getattr(args, "delay_wgrad_compute", False):
@@ -223,7 +223,7 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
         layers=layers_of(args),
         layer_layout=_layout(args),
         ends=ends,
-        overlaps_exchange=bool(getattr(args, OVERLAP, False)),
+        overlaps_all_to_all=bool(getattr(args, OVERLAP, False)),
         copy=copy_of(args),
         attention=balance.attention_of(with_derived(args)),
         sequence=args.seq_length,

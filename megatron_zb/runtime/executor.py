@@ -66,7 +66,7 @@ PairHandler: TypeAlias = Callable[[Side, Side], tuple[torch.Tensor | None, torch
 def one_after_the_other(
     forward: Side, backward: Side
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Run F, then B or BW: for stages that exchange nothing that could be hidden."""
+    """Run F, then B or BW: for stages without an all-to-all to hide."""
     return forward.run(), backward.run()
 
 

@@ -314,7 +314,7 @@ class Costs:
         backward: float | Sequence[float],
         pair_loss: float = 0.0,
     ) -> Costs:
-        """Return the costs with the exchange of tokens between experts that nothing hides.
+        """Return the costs with an expert all-to-all that nothing hides.
 
         Args:
             forward, backward: seconds of it in F, and in B or BW, beside what they compute: of each
@@ -330,7 +330,7 @@ class Costs:
         return self._checked(**comm, pair_loss=pair_loss)
 
     def without_communication(self) -> Costs:
-        """Return the costs with the exchange as a part of F and B that nothing can hide."""
+        """Return the costs with the all-to-all as a part of F and B that nothing can hide."""
         if not self.forward_comm:
             return self
 

@@ -50,8 +50,8 @@ class StageCosts:
     that is vocabulary parallel: rank r's shard counts as stage S + r.
 
     ``forward_comm[s]`` of the seconds of F, and ``backward_comm[s]`` of those of B, are spent on
-    nothing but the exchange of tokens between experts: a :class:`~passes.Pair` hides them. They
-    are empty where nothing is exchanged.
+    nothing but the expert all-to-all: a :class:`~passes.Pair` hides them. They
+    are empty where there is none.
 
     ``recompute`` are the seconds of R, and ``kept_input[s]`` is the memory that an F holds whose R
     makes its activation again; ``copy`` are the seconds in which an activation is copied to the
@@ -228,15 +228,15 @@ class StageCosts:
     def pair_seconds(self, pair: Pair) -> float:
         """Return the seconds of a pair.
 
-        What both compute, what both exchange, or all of one of them, whichever takes longest; a
+        What both compute, their all-to-alls, or all of one of them, whichever takes longest; a
         share ``pair_loss`` more, because kernels that run at once slow each other down.
         """
         there, back = self.of(pair.forward.microbatch), self.of(pair.backward.microbatch)
         forward, backward = self.duration(pair.forward), self.duration(pair.backward)
-        exchange = there.forward_comm[pair.forward.stage] if there.forward_comm else 0.0
-        exchange += back.backward_comm[pair.backward.stage] if back.backward_comm else 0.0
-        compute = forward + backward - exchange
-        return max(compute, exchange, forward, backward) * (1.0 + self.pair_loss)
+        all_to_all = there.forward_comm[pair.forward.stage] if there.forward_comm else 0.0
+        all_to_all += back.backward_comm[pair.backward.stage] if back.backward_comm else 0.0
+        compute = forward + backward - all_to_all
+        return max(compute, all_to_all, forward, backward) * (1.0 + self.pair_loss)
 
 
 class Priced(Protocol):

@@ -38,7 +38,7 @@ def outcomes(case: GPTCase, schedule: str | None) -> list[Outcome]:
     found = []
     with briefly(), gpt_cases.built(case, schedule, M) as (adapter, chunks):
         function = adapter.forward_backward_func if adapter else get_forward_backward_func()
-        if adapter is not None and case.exchange_overlaps:
+        if adapter is not None and case.all_to_all_overlaps:
             assert adapter.schedule.pairs
         for sample in range(SAMPLES):
             for chunk in chunks:
@@ -115,7 +115,7 @@ def test_so_are_they_where_a_forward_and_a_backward_run_in_one_pass(
         dtype=dtype,
         data_parallel=2,
         expert_parallel=2,
-        exchange_overlaps=True,
+        all_to_all_overlaps=True,
         options=tuple(EXPERTS.items()),
     )
     for found in ranks(4).run(in_upstreams_distance, case=case, schedule=schedule):

@@ -95,7 +95,7 @@ STASHES = (
     "moe_paged_stash_buffer_size_factor_cpu",
 )
 _SPREAD = replace(
-    FUSED_EXPERTS, dtype="bfloat16", data_parallel=2, expert_parallel=2, exchange_overlaps=True
+    FUSED_EXPERTS, dtype="bfloat16", data_parallel=2, expert_parallel=2, all_to_all_overlaps=True
 )
 
 
@@ -111,7 +111,7 @@ class Steps:
         self.found: list[str] = []
         self._case = case
         without = tuple(option for option in case.options if option[0] not in STASHES)
-        plain = replace(case, options=without, exchange_overlaps=False)
+        plain = replace(case, options=without, all_to_all_overlaps=False)
         upstream = gpt_cases._references(plain, sorted(set(counts)), forward_only=False)
         self._references = dict(zip(sorted(set(counts)), upstream, strict=True))
         self._built = gpt_cases.built(case, schedule, counts[0])

@@ -254,7 +254,7 @@ IN_PAIRS = replace(
     CASE,
     expert_parallel=2,
     overlap_grad_reduce=False,
-    exchange_overlaps=True,
+    all_to_all_overlaps=True,
     options=tuple(EXPERTS.items()),
 )
 
@@ -418,7 +418,7 @@ def test_a_captured_step_may_have_pairs(ranks: RankPools) -> None:
         data_parallel=2,
         expert_parallel=2,
         overlap_grad_reduce=True,
-        exchange_overlaps=True,
+        all_to_all_overlaps=True,
         options=tuple((EXPERTS | padded).items()),
     )
     order = schedules.build("v-half", pipeline_size=2, num_microbatches=MICROBATCHES)

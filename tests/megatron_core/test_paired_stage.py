@@ -39,7 +39,7 @@ def case(more: dict[str, Any] | None = None, **options: Any) -> GPTCase:
         data_parallel=2,
         expert_parallel=2,
         layers=8,
-        exchange_overlaps=True,
+        all_to_all_overlaps=True,
         options=tuple((EXPERTS | (more or {})).items()),
     )
     return replace(usual, **options)

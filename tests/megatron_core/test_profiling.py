@@ -355,7 +355,7 @@ EXCHANGING = GPTCase(
     dtype="bfloat16",
     data_parallel=2,
     expert_parallel=2,
-    exchange_overlaps=True,
+    all_to_all_overlaps=True,
     options=tuple(EXPERTS.items()),
 )
 # Of a chunk, in F and in B or BW; what a pair hides of either; and of a W.
@@ -436,7 +436,7 @@ def test_the_profile_of_a_run_with_pairs(ranks: RankPools, tmp_path: Path) -> No
 @pytest.mark.usefixtures("brief_searches")
 def test_a_profile_of_pairs_takes_longer() -> None:
     adapter = scheduled(
-        "v-half", pipeline_size=4, num_microbatches=8, layers=Layers(8), overlaps_exchange=True
+        "v-half", pipeline_size=4, num_microbatches=8, layers=Layers(8), overlaps_all_to_all=True
     )
     with pytest.raises(UsageError, match=r"--pipeline-replan-every is 12: .*give 13 or more"):
         adapter.profile(None, ITERATIONS + PAIRED)

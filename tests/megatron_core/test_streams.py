@@ -24,7 +24,7 @@ OFFLOADED: dict[str, Any] = {"move": 0.6}
 BOTH: dict[str, Any] = {"drop": 0.3, "move": 0.4}
 VOCABULARY = GPTCase(vocabulary=True)
 SLICES = GPTCase(slices="4")
-PAIRED = replace(PARALLEL["expert"], exchange_overlaps=True)
+PAIRED = replace(PARALLEL["expert"], all_to_all_overlaps=True)
 
 ON_TWO = {
     **{f"kept, {name}": Trial(schedule=name) for name in ("v-zb", "zb-h1", "1f1b", "interleaved")},

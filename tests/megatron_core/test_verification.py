@@ -101,7 +101,7 @@ def test_a_step_in_overlapped_pairs_is_verified(ranks: RankPools) -> None:
         data_parallel=2,
         expert_parallel=2,
         layers=8,
-        exchange_overlaps=True,
+        all_to_all_overlaps=True,
         options=tuple(PAIRED.items()),
     )
     order = joined(schedules.build("v-half", pipeline_size=2, num_microbatches=4))

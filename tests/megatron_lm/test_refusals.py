@@ -286,14 +286,14 @@ def test_precision_and_graphs_of_pairs(upstream: dict[str, Any], said: str) -> N
     )
 
 
-def test_pairs_are_looked_for_where_experts_exchange() -> None:
+def test_pairs_are_looked_for_beside_an_expert_all_to_all() -> None:
     """And measured where a profile is asked for."""
     line = "--pipeline-schedule v-half --pipeline-profile run.yaml"
     with briefly():
         adapter, usual = adapter_of(parsed(line, **OVERLAPPING)), adapter_of(parsed(line))
     assert adapter.costs.forward_comm
     assert not usual.costs.forward_comm
-    assert "an exchange between experts of 50% of a forward" in adapter.describe()
+    assert "an expert all-to-all of 50% of a forward" in adapter.describe()
     assert ProfilePart in adapter._parts
 
 

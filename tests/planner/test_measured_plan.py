@@ -156,7 +156,7 @@ def test_measured_pairs_take_part_as_rows_of_their_own() -> None:
     with briefly():
         found, missing = rows(asked, settings)
     assert not missing
-    by_name = {(row.candidate, row.overlaps_exchange): row for row in found}
+    by_name = {(row.candidate, row.overlaps_all_to_all): row for row in found}
     paired, alone = by_name["v-zb", True], by_name["v-zb", False]
     assert paired.timeline.schedule.pairs
     assert not alone.timeline.schedule.pairs
@@ -170,7 +170,7 @@ def test_measured_pairs_take_part_as_rows_of_their_own() -> None:
     assert own.seconds < by_name[MEGATRON_INTERLEAVED, False].seconds
     assert flag in own.flags
     costs = Fit.of(measured).costs(
-        v_shape(P), (1, 2, 2, 2, 2, 2, 2, 3), Variant(overlaps_exchange=True)
+        v_shape(P), (1, 2, 2, 2, 2, 2, 2, 3), Variant(overlaps_all_to_all=True)
     )
     assert costs.forward_comm == pytest.approx([0.4 * n for n in (1, 2, 2, 2, 2, 2, 2, 3)])
     table = costs.for_placement(v_shape(P))
@@ -187,7 +187,7 @@ def test_measured_pairs_take_part_as_rows_of_their_own() -> None:
 )
 def test_where_there_are_no_pairs_there_are_no_rows_of_them(asked: ProfileRequest) -> None:
     found, _ = rows(asked, candidates_of(["v-half"]))
-    assert not any(row.overlaps_exchange for row in found)
+    assert not any(row.overlaps_all_to_all for row in found)
 
 
 @pytest.fixture

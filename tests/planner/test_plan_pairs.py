@@ -1,4 +1,4 @@
-"""Pairs that hide the exchange of tokens between experts, in plan."""
+"""Pairs that hide the expert all-to-all, in plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def experts(dense: int = 0, **sizes: Any) -> ModelConfig:
 
 
 def plan(names: list[str], **changes: Any) -> Plan:
-    """Experts lie on 16 of 64 GPUs: in two nodes, so that they exchange over slow links."""
+    """Experts lie on 16 of 64 GPUs: in two nodes, so that their all-to-all is over slow links."""
     first = PlanJob(experts(), a100(), 64, 60 * GIB, 512, 1024, ONE, vocabulary="off")
     with briefly():
         return search(replace(first, **changes), candidates_of(names), tries=1)
@@ -65,7 +65,7 @@ def test_megatrons_own_overlap_stands_beside_its_other_schedules(
 
 def test_a_schedule_with_pairs_takes_the_place_of_a_slower_one(rows: dict[str, Prediction]) -> None:
     row = rows["v-zb"]
-    assert row.overlaps_exchange
+    assert row.overlaps_all_to_all
     assert row.schedule is not None
     assert row.schedule.pairs
     assert FLAG in flags(row, 512)
@@ -73,7 +73,7 @@ def test_a_schedule_with_pairs_takes_the_place_of_a_slower_one(rows: dict[str, P
 
 
 def test_the_bubble_of_a_row_counts_a_pair_once(rows: dict[str, Prediction]) -> None:
-    """The exchange that a pass or a pair does not hide is work, as in rows without pairs."""
+    """The all-to-all that a pass or a pair does not hide is work, as in rows without pairs."""
     for row in (rows["v-zb"], rows[MEGATRON_OVERLAP], rows[MEGATRON_INTERLEAVED]):
         assert row.schedule is not None
         assert row.costs is not None
@@ -99,34 +99,34 @@ def test_auto_is_as_fast_as_every_order_with_pairs(rows: dict[str, Prediction]) 
 def test_nothing_is_hidden_where_nothing_can_be(changes: dict[str, Any]) -> None:
     found = rows_of(plan(["v-half"], **changes))
     assert MEGATRON_OVERLAP not in found
-    assert not any(row.overlaps_exchange for row in found.values())
+    assert not any(row.overlaps_all_to_all for row in found.values())
 
 
 def test_passes_of_a_pair_compute_for_what_they_take_without_the_exchange() -> None:
     (candidate,) = candidates_of(["v-half"])[2:]
     asked = load(experts(), expert=8, data=8)
-    hidden = cut_into_stages(asked, replace(candidate, overlaps_exchange=True), None)
+    hidden = cut_into_stages(asked, replace(candidate, overlaps_all_to_all=True), None)
     assert hidden is not None
-    whole = replace(hidden, overlaps_exchange=False)
-    assert hidden.exchange == tuple(
-        pytest.approx(len(layers) * asked.exchange(0)) for layers in hidden.layers_of
+    whole = replace(hidden, overlaps_all_to_all=False)
+    assert hidden.all_to_all == tuple(
+        pytest.approx(len(layers) * asked.all_to_all(0)) for layers in hidden.layers_of
     )
-    assert sum(hidden.exchange) > 0
+    assert sum(hidden.all_to_all) > 0
     table, alone = (
         staged.costs(blocking=False).for_placement(staged.placement) for staged in (hidden, whole)
     )
     for with_it, without in ((table.forward, alone.forward), (table.backward, alone.backward)):
         assert with_it == pytest.approx(without)
-    assert table.forward_comm == pytest.approx(hidden.exchange)
+    assert table.forward_comm == pytest.approx(hidden.all_to_all)
 
 
 def test_layouts_count_what_pairs_hide_and_what_they_do_not() -> None:
-    """Dense first layers weigh as much as others beside a hidden exchange, and less otherwise."""
+    """Dense first layers weigh as much as others beside a hidden all-to-all, and less otherwise."""
     (candidate,) = candidates_of(["v-half"])[2:]
-    overlapping = replace(candidate, overlaps_exchange=True)
+    overlapping = replace(candidate, overlaps_all_to_all=True)
     asked = load(experts(dense=4, layers=16), expert=8, data=8)
     found = worth_a_simulation(asked, overlapping, None)
     assert len(found) > 1
-    assert {staged.overlaps_exchange for staged in found} == {True}
+    assert {staged.overlaps_all_to_all for staged in found} == {True}
     assert found[0].interval(in_groups=False) == min(s.interval(in_groups=False) for s in found)
     assert len(worth_a_simulation(asked, candidate, None)) == 1

@@ -70,7 +70,7 @@ def test_modules_add_up_and_cost_time_in_b_alone() -> None:
 def test_all_experts_again_take_their_forward_and_exchange() -> None:
     model = with_experts()
     none, whole = (load(model, expert=8, recompute=how).layer(1) for how in ("none", "moe"))
-    assert whole.backward - none.backward > load(model, expert=8).exchange(1)
+    assert whole.backward - none.backward > load(model, expert=8).all_to_all(1)
     assert whole.backward < none.backward + none.forward
 
 

@@ -80,7 +80,7 @@ def test_pairs_are_profiled(checkout: Path, experts: tuple[Path, Logged], tmp_pa
     assert {(pair.forward, pair.backward) for pair in profile.pairs} <= {
         (f, b) for f in range(4) for b in (f, 3 - f)
     }
-    assert profile.exchange is not None
+    assert profile.all_to_all is not None
     assert len(compare(file).differences()) == 2
 
     both = [s.forward + s.backward for s in profile.stages]
@@ -89,7 +89,7 @@ def test_pairs_are_profiled(checkout: Path, experts: tuple[Path, Logged], tmp_pa
     known = pretrain(
         checkout, *flags, f"--pipeline-schedule v-half {OVERLAP} --pipeline-layer-layout {file}"
     )
-    exchange = read_profile(file).exchange
-    assert exchange is not None
-    assert f"an exchange between experts of {exchange.share:.0%} of a forward" in known.output
+    all_to_all = read_profile(file).all_to_all
+    assert all_to_all is not None
+    assert f"an expert all-to-all of {all_to_all.share:.0%} of a forward" in known.output
     check_equal(known, upstream)

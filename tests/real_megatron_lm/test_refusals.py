@@ -16,7 +16,7 @@ from real_megatron_lm.runs import MODEL, PIPELINE, pretrain
         ("--pipeline-memory-limit 0.5", ["needs --pipeline-schedule"]),
         (
             "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm",
-            ["--overlap-moe-expert-parallel-comm", "experts of one rank exchange nothing"],
+            ["--overlap-moe-expert-parallel-comm", "experts of one rank have no all-to-all"],
         ),
         (
             "--pipeline-schedule v-half --num-virtual-stages-per-pipeline-rank 4",

@@ -84,7 +84,7 @@ def test_the_seconds_of_a_pair(
     assert table.pair_seconds(pair) == pytest.approx(seconds)
     assert table.duration(pair.forward) == pytest.approx(1.0 + forward)
     assert table.duration(pair.backward) == pytest.approx(2.0 + backward)
-    assert table.duration(Pass(W, 0, 0)) == pytest.approx(0.8), "W exchanges nothing"
+    assert table.duration(Pass(W, 0, 0)) == pytest.approx(0.8), "W has no all-to-all"
 
 
 def test_communication_is_spread_over_the_stages_of_a_rank() -> None:

@@ -70,7 +70,7 @@ class GPTCase:
     ours finds them in a "mask" or in "ends" of packed sequences, whose positions start at 0.
     With ``padded``, routers get masks of padding at the ends of samples.
     With ``exact``, upstream has the weights that the type gives, and computes in 64 bits with them.
-    With ``exchange_overlaps``, ours may run a forward and a backward in one pass.
+    With ``all_to_all_overlaps``, ours may run a forward and a backward in one pass.
     ``changes`` are those of a user to the model that is built, ``late_changes`` those to the model
     that data parallelism has wrapped, see ``user_changes``.
     """
@@ -110,7 +110,7 @@ class GPTCase:
     documents: str = ""
     padded: bool = False
     exact: bool = False
-    exchange_overlaps: bool = False
+    all_to_all_overlaps: bool = False
     changes: tuple[str, ...] = ()
     late_changes: tuple[str, ...] = ()
 
@@ -180,7 +180,7 @@ def built(
             layer_layout=case.layout,
             pipeline_vocabulary="on" if case.vocabulary else "off",
             pipeline_slices=Slicing.parse(case.slices) if case.slices else None,
-            overlaps_exchange=_asks_for_pairs(case, schedule),
+            overlaps_all_to_all=_asks_for_pairs(case, schedule),
         )
         if steps_done is not None:
             adapter.draw_by_layer(1, steps_done)
@@ -206,7 +206,7 @@ def _forget_expert_metrics() -> None:
 
 def _asks_for_pairs(case: GPTCase, schedule: str | Schedule) -> bool:
     """A table has its own."""
-    return case.exchange_overlaps and isinstance(schedule, str)
+    return case.all_to_all_overlaps and isinstance(schedule, str)
 
 
 def optimizer(case: GPTCase, chunks: list[Any]) -> Any:
@@ -319,7 +319,7 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         install_stand_in_for_fused_accumulation()
     low_precision = case.torch_dtype in (torch.bfloat16, torch.float16)
     options = {k: list(v) if isinstance(v, tuple) else v for k, v in case.options}
-    overlaps = case.exchange_overlaps and adapter is not None
+    overlaps = case.all_to_all_overlaps and adapter is not None
     if not overlaps:
         options.pop("ep_overlap_early_attn_memory_release", None)
     mla = options.get("multi_latent_attention", False)

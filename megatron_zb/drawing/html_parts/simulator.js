@@ -107,12 +107,12 @@ const pipelines = (() => {
     return [costs.forward, costs.backward, costs.weight, fused];
   }
 
-  /** What both compute, what both exchange, or all of one of them, whichever takes longest. */
+  /** What both compute, their all-to-all, or all of one of them, whichever takes longest. */
   function pairSeconds(costs, times, f, b) {
     const forward = times[f.kind][f.stage], backward = times[b.kind][b.stage];
-    const exchange = costs.forwardComm[f.stage] + costs.backwardComm[b.stage];
-    const compute = forward + backward - exchange;
-    return Math.max(compute, exchange, forward, backward) * (1 + costs.pairLoss);
+    const allToAll = costs.forwardComm[f.stage] + costs.backwardComm[b.stage];
+    const compute = forward + backward - allToAll;
+    return Math.max(compute, allToAll, forward, backward) * (1 + costs.pairLoss);
   }
 
   const key = (place, kind, stage, microbatch) =>

@@ -5,7 +5,7 @@ plain arithmetic alone, with a random generator of their own, so that the same l
 or compiled, with the same result to the last bit. The tuples that they take stand in this file
 because numba keeps what it compiled for as long as this very file stays the same.
 
-What a problem does not have, such as an exchange or states, is None. The compiler leaves out
+What a problem does not have, such as pairs or states, is None. The compiler leaves out
 branches behind a nested ``if it is not None``, and only those: one ``and`` more and they stay.
 """
 
@@ -150,7 +150,7 @@ class PairPriorities(NamedTuple):
 
 def run_list_scheduler(
     graph: Graph,
-    exchange: PairCosts | None,
+    pair_costs: PairCosts | None,
     priorities: Priorities,
     pair_priorities: PairPriorities,
     space: GreedySpace,
@@ -167,7 +167,7 @@ def run_list_scheduler(
     choice_start, clock, left = space.choice_start, space.clock, space.left
     seconds, tail_seconds = graph.seconds, graph.tail_seconds
     bound = priorities.bound * (1.0 + _ROUNDING)
-    reset(graph, exchange, space, joined)
+    reset(graph, pair_costs, space, joined)
     done, makespan = 0, 0.0
     second, third = -1, -1  # readers, beside the rank itself
     rank = -1
@@ -182,7 +182,7 @@ def run_list_scheduler(
             else:
                 r = third if third != rank and third != second else -1
             if r >= 0:
-                choose_action(graph, exchange, priorities, pair_priorities, space, r)
+                choose_action(graph, pair_costs, priorities, pair_priorities, space, r)
         rank = -1
         earliest = INFINITY
         for r in range(p):
@@ -190,16 +190,16 @@ def run_list_scheduler(
                 earliest, rank = choice_start[r], r
         if rank < 0:
             return INFINITY
-        code, other = take_action(graph, exchange, space, rank)
+        code, other = take_action(graph, pair_costs, space, rank)
         end = earliest + seconds[code]
         if not split and code >= block:
             end += seconds[code + block]
-        if exchange is not None:
+        if pair_costs is not None:
             if other >= 0:
-                end = earliest + pair_seconds(graph, exchange, code, other)
+                end = earliest + pair_seconds(graph, pair_costs, code, other)
                 joined[code] = 1
         clock[rank] = end
-        if exchange is None:  # a pair takes less than its passes
+        if pair_costs is None:  # a pair takes less than its passes
             left[rank] -= end - earliest
             if end + left[rank] + tail_seconds[rank] > bound:
                 return INFINITY
@@ -216,7 +216,7 @@ def sizes_of(graph: Graph) -> tuple[int, int]:
     return graph.pipeline_size * of_rank, (3 if graph.split else 2) * of_rank
 
 
-def reset(graph: Graph, exchange: PairCosts | None, space: GreedySpace, joined: Any) -> None:
+def reset(graph: Graph, pair_costs: PairCosts | None, space: GreedySpace, joined: Any) -> None:
     """Prepare the space for a run.
 
     ``counts`` has for each rank: F done and B done of each chunk, first and last pending W, passes.
@@ -225,7 +225,7 @@ def reset(graph: Graph, exchange: PairCosts | None, space: GreedySpace, joined: 
     width = 2 * graph.chunks + 3
     for code in range(2 * block):
         space.ready[code] = 0.0 if code < graph.num_microbatches else INFINITY
-    if exchange is not None:
+    if pair_costs is not None:
         for code in range(block):
             joined[code] = 0
     for r in range(graph.pipeline_size):
@@ -238,7 +238,7 @@ def reset(graph: Graph, exchange: PairCosts | None, space: GreedySpace, joined: 
 
 def choose_action(
     graph: Graph,
-    exchange: PairCosts | None,
+    pair_costs: PairCosts | None,
     priorities: Priorities,
     pair_priorities: PairPriorities,
     space: GreedySpace,
@@ -267,10 +267,10 @@ def choose_action(
         return
     # among equal scores the first one wins: F of a chunk, then its B; but with pairs all F first,
     # each with the pairs that it could be in
-    for outer in range(chunks if exchange is None else 2):
-        for inner in range(2 if exchange is None else chunks):
-            c = outer if exchange is None else inner
-            half = inner if exchange is None else outer
+    for outer in range(chunks if pair_costs is None else 2):
+        for inner in range(2 if pair_costs is None else chunks):
+            c = outer if pair_costs is None else inner
+            half = inner if pair_costs is None else outer
             k = c + half * chunks
             mb = counts[base + k]
             if mb >= m:
@@ -301,7 +301,7 @@ def choose_action(
                 best = start + own
                 best_kind = weight if makes_room else k
                 best_start = now if makes_room else start
-            if exchange is not None:
+            if pair_costs is not None:
                 for d in range(chunks if half == 0 else 0):
                     other_mb = counts[base + chunks + d]
                     if other_mb >= m:
@@ -309,7 +309,7 @@ def choose_action(
                     other = block + stage_at[r * chunks + d] * m + other_mb
                     if other == code + block or ready_at[other] >= INFINITY:
                         continue
-                    hides = hidden_seconds(graph, exchange, code, other)
+                    hides = hidden_seconds(graph, pair_costs, code, other)
                     if hides <= 0.0:
                         continue
                     begin = ready_at[other] if ready_at[other] > start else start
@@ -346,7 +346,7 @@ def score_of(
 
 
 def take_action(
-    graph: Graph, exchange: PairCosts | None, space: GreedySpace, r: int
+    graph: Graph, pair_costs: PairCosts | None, space: GreedySpace, r: int
 ) -> tuple[int, int]:
     """Count what a rank has chosen; return its pass, and the backward of a pair or -1."""
     chunks, m, counts, stage_at = graph.chunks, graph.num_microbatches, space.counts, graph.stage_at
@@ -356,7 +356,7 @@ def take_action(
         head = counts[base + kind]
         counts[base + kind] = head + 1
         return space.pending[r * chunks * m + head], other
-    if exchange is not None:
+    if pair_costs is not None:
         if kind > 2 * chunks:
             kind, d = (kind - 2 * chunks - 1) // chunks, (kind - 2 * chunks - 1) % chunks
             mb = counts[base + chunks + d]
@@ -388,11 +388,11 @@ def hand_over(graph: Graph, space: GreedySpace, order: Any, r: int, code: int, e
     return graph.rank[following]
 
 
-def pair_seconds(graph: Graph, exchange: PairCosts, forward: int, backward: int) -> float:
+def pair_seconds(graph: Graph, pair_costs: PairCosts, forward: int, backward: int) -> float:
     """Return the seconds of a pair; see :meth:`StageCosts.pair_seconds`."""
     length, alone = graph.seconds[forward], backward_seconds(graph, backward)
-    both = exchange.seconds[forward] + exchange.seconds[backward]
-    return max(length + alone - both, both, length, alone) * (1.0 + exchange.loss)
+    both = pair_costs.seconds[forward] + pair_costs.seconds[backward]
+    return max(length + alone - both, both, length, alone) * (1.0 + pair_costs.loss)
 
 
 def backward_seconds(graph: Graph, backward: int) -> float:
@@ -403,15 +403,15 @@ def backward_seconds(graph: Graph, backward: int) -> float:
     return graph.seconds[backward] + graph.seconds[backward + block]
 
 
-def hidden_seconds(graph: Graph, exchange: PairCosts, forward: int, backward: int) -> float:
+def hidden_seconds(graph: Graph, pair_costs: PairCosts, forward: int, backward: int) -> float:
     """Return the seconds that a pair takes less than its two passes."""
     alone = backward_seconds(graph, backward)
-    return graph.seconds[forward] + alone - pair_seconds(graph, exchange, forward, backward)
+    return graph.seconds[forward] + alone - pair_seconds(graph, pair_costs, forward, backward)
 
 
 def local_search(
     graph: Graph,
-    exchange: PairCosts | None,
+    pair_costs: PairCosts | None,
     moves: Moves,
     space: ReplaySpace,
     states: States | None,
@@ -431,7 +431,7 @@ def local_search(
     critical = space.critical
     kinds = 3
     if states is not None:
-        if exchange is None:
+        if pair_costs is None:
             kinds = 4
     per_rank = ((3 if graph.split else 2) + kinds - 3) * graph.chunks * graph.num_microbatches
     total = graph.pipeline_size * per_rank
@@ -443,7 +443,7 @@ def local_search(
     path = 0
     for step in range(steps + 1):
         done, makespan, sum_of_ends, final = replay(
-            graph, exchange, space, states, order, flags, kinds, per_rank
+            graph, pair_costs, space, states, order, flags, kinds, per_rank
         )
         allowed = moves.threshold * (1.0 - step / steps) if steps > 0 else 0.0
         value = makespan + moves.mean_weight * sum_of_ends / total
@@ -472,7 +472,7 @@ def local_search(
         for _ in range(50):  # until a move is possible
             rng = (rng * 1103515245 + 12345) % _MODULUS
             code = critical[(rng >> 8) % path]
-            if exchange is None:
+            if pair_costs is None:
                 rng, moved = move_pass(graph, space, states, order, flags, code, per_rank, rng)
             else:
                 rng, moved = move_pair(graph, space, states, order, flags, code, per_rank, rng)
@@ -506,7 +506,7 @@ def restore(graph: Graph, space: ReplaySpace, order: Any, flags: Any) -> None:
 
 def replay(
     graph: Graph,
-    exchange: PairCosts | None,
+    pair_costs: PairCosts | None,
     space: ReplaySpace,
     states: States | None,
     order: Any,
@@ -543,7 +543,7 @@ def replay(
         while i < per_rank:
             code = order[r * per_rank + i]
             start = clock[r]
-            if exchange is not None:
+            if pair_costs is not None:
                 if states is not None:
                     start += seconds_of_r(states, order, flags, block, r * per_rank + i)
             reason = order[r * per_rank + i - 1] if i > 0 else -1
@@ -556,7 +556,7 @@ def replay(
                     start = end[need] + latency[code]
                     reason = need
             other = -1
-            if exchange is not None:
+            if pair_costs is not None:
                 if is_joined(code, flags, block):  # a pair waits for the inputs of both
                     other = order[r * per_rank + i + 1]
                     need = maker[other]
@@ -574,13 +574,13 @@ def replay(
             else:
                 finish = start + seconds[code]
             if not split and block <= code < 2 * block:
-                if exchange is None:
+                if pair_costs is None:
                     finish += seconds[code + block]
                 else:
                     finish = start + (seconds[code] + seconds[code + block])
-            if exchange is not None:
+            if pair_costs is not None:
                 if other >= 0:
-                    finish = start + pair_seconds(graph, exchange, code, other)
+                    finish = start + pair_seconds(graph, pair_costs, code, other)
             clock[r] = finish
             if finish + tail_seconds[r] > makespan:
                 makespan = finish + tail_seconds[r]
@@ -710,7 +710,7 @@ def move_pair(
     per_rank: int,
     rng: int,
 ) -> tuple[int, int]:
-    """Move a pass or a pair, join two passes, part a pair, or exchange the backwards of two pairs.
+    """Move a pass or a pair, join two passes, part a pair, or swap the backwards of two pairs.
 
     Or keep an activation that was recomputed, or the reverse. Returns the rng, and the rank that
     was changed, -1 if none could be.
@@ -755,7 +755,7 @@ def move_pair(
         joined[order[head]] -= 1
         if step < 0:
             order[head], order[head + 1] = order[head + 1], order[head]
-    elif is_pair:  # exchange backwards with another pair or take a single one
+    elif is_pair:  # swap backwards with another pair or take a single one
         seek = head + distance * step
         while first <= seek < last and order[seek] // block != 1:
             seek += step

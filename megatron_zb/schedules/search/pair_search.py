@@ -114,7 +114,7 @@ def _pair_presets(chunks: int, ranks: int) -> list[PairWeights]:
     return found
 
 
-def exchange_of(problem: Problem, make: Engine) -> PairCosts:
+def pair_costs_of(problem: Problem, make: Engine) -> PairCosts:
     """Return what pairs can hide, as arrays of an engine."""
     stages, m = problem.placement.num_stages, problem.num_microbatches
     rows = [problem.costs.of(j) for j in range(m)]
@@ -133,7 +133,7 @@ class PairRunner(Runner):
 
     def __init__(self, problem: Problem, effort: Effort) -> None:
         make = engine(float(effort.runs + effort.moves) * problem.num_passes)
-        super().__init__(problem, make, exchange_of(problem, make))
+        super().__init__(problem, make, pair_costs_of(problem, make))
 
     def seconds_of(self, weights: PairWeights) -> float:
         """Return the seconds of the order that the weights lead to; INFINITY if it gets stuck."""

@@ -15,9 +15,9 @@ from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.pair_search import (
     PairRunner,
     climb_pairs,
-    exchange_of,
     joined_flags,
     joined_passes,
+    pair_costs_of,
 )
 from megatron_zb.schedules.search.runner import Coded, Effort, Problem
 from megatron_zb.schedules.search.state_search import StateRunner, mixed_problems
@@ -71,7 +71,7 @@ class _PairedStateRunner(StateRunner):
 
     def __init__(self, problem: Problem, effort: Effort) -> None:
         super().__init__(problem, effort)
-        self.exchange = exchange_of(problem, self.engine)
+        self.pair_costs = pair_costs_of(problem, self.engine)
 
     def encoded(self, schedule: Schedule) -> Coded | None:
         """Encode a schedule, with what it joins, and drop what there is no room for."""

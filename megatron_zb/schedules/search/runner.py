@@ -156,7 +156,7 @@ class Runner:
     """Runner of the inner loops on one problem, which reuses its working space.
 
     Args:
-        exchange: where passes communicate, which pairs hide.
+        pair_costs: where passes communicate, which pairs hide.
         states: where activations are recomputed: orders have an R of every unit.
     """
 
@@ -164,11 +164,11 @@ class Runner:
         self,
         problem: Problem,
         engine: Engine,
-        exchange: PairCosts | None = None,
+        pair_costs: PairCosts | None = None,
         states: States | None = None,
     ) -> None:
         self.problem, self.engine, self.runs = problem, engine, 0
-        self.exchange, self.states = exchange, states
+        self.pair_costs, self.states = pair_costs, states
         self.inputs = problem.graph(engine)
         self.order = engine.integers([0] * problem.num_passes)
         self.block = problem.placement.num_stages * problem.num_microbatches
@@ -254,7 +254,7 @@ class Runner:
         self.runs += 1
         return self.engine.run_list_scheduler(
             self.inputs,
-            self.exchange,
+            self.pair_costs,
             self.priorities(weights, bound),
             pairs or self.no_pairs,
             self.greedy_space,
@@ -328,7 +328,7 @@ class Runner:
 
     def copied(self) -> Coded:
         """Return a copy of the order of the last run."""
-        flags = None if self.exchange is None else self.engine.integers(self.flags)
+        flags = None if self.pair_costs is None else self.engine.integers(self.flags)
         return self.engine.integers(self.order), flags
 
     def polished(
@@ -348,7 +348,7 @@ class Runner:
         )
         seconds = make.local_search(
             self.inputs,
-            self.exchange,
+            self.pair_costs,
             moves,
             self.replay_space,
             self.states,

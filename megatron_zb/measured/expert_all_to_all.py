@@ -1,10 +1,10 @@
-"""Seconds that pairs hide of what experts exchange, from what pairs and single passes take.
+"""Seconds of the expert all-to-all that pairs hide, from the times of pairs and single passes.
 
-A pair is measured as a whole, so it tells one number: by how much it is shorter than its forward
-and its backward by themselves. How much of that is the forward's exchange and how much the
-backward's cannot be told; they count as equal, since the backward sends the same tokens back. Nor
-can an exchange that is hidden and slows its pair down be told from one that is hidden in part: it
-counts as so much shorter, and a loss is only what pairs take longer than their two passes.
+A pair is measured as a whole, which gives one number: how much shorter it is than its forward and
+its backward run separately. The forward's and the backward's all-to-all count as equal parts of it,
+since the backward sends the same tokens back. An all-to-all that is hidden but slows its pair down
+looks the same as one that is hidden in part, and counts as the latter; a loss is only the time by
+which pairs are longer than their two passes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from typing import NamedTuple
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.costs import PAIR_LOSS
 
-EXCHANGE = 0.5
-"""What experts exchange in a forward, and in a backward, as a share of the rest of a forward, until
-it is measured.
-"""
+ALL_TO_ALL = 0.5
+"""Expert all-to-all of a forward, or a backward, as a share of the rest of a forward: a guess."""
 
 _ROUNDS = 100
 _MOST = 0.9  # share of a pass: it computes, too
@@ -38,10 +36,11 @@ class PairTimes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HiddenExchange:
+class HiddenAllToAll:
     """Seconds of each stage that a pair hides of its F, and as many of its B or BW; see the module.
 
-    ``loss`` is ``Costs.pair_loss``, and ``share`` the exchange as a share of the rest of a forward.
+    ``loss`` is ``Costs.pair_loss``, and ``share`` the all-to-all as a share of the rest of a
+    forward.
     """
 
     seconds: tuple[float, ...]
@@ -49,10 +48,10 @@ class HiddenExchange:
     share: float
 
     @classmethod
-    def measured(cls, forward: Sequence[float], pairs: Sequence[PairTimes]) -> HiddenExchange:
+    def measured(cls, forward: Sequence[float], pairs: Sequence[PairTimes]) -> HiddenAllToAll:
         """Derive what fits the pairs best, at least one; ``forward`` is each stage's seconds of F.
 
-        A stage that no pair has run exchanges the usual share of its forward.
+        A stage that no pair has run has the usual share of its forward.
         """
         fitted = _fitted(pairs)
         usual = median(fitted[stage] / forward[stage] for stage in fitted)
@@ -67,21 +66,21 @@ class HiddenExchange:
     def split_off(self, costs: Costs) -> Costs:
         """Return costs with the seconds of each slice as a part of F, B and BW that pairs hide."""
         pairs = zip(self.seconds, costs.forward, costs.backward, strict=True)
-        exchange = [min(seconds, _MOST * f, _MOST * b) for seconds, f, b in pairs]
+        all_to_all = [min(seconds, _MOST * f, _MOST * b) for seconds, f, b in pairs]
 
         def rest(whole: Sequence[float]) -> tuple[float, ...]:
-            return tuple(max(0.0, a - b) for a, b in zip(whole, exchange, strict=True))
+            return tuple(max(0.0, a - b) for a, b in zip(whole, all_to_all, strict=True))
 
         return replace(
             costs,
             forward=rest(costs.forward),
             backward=rest(costs.backward),
             whole=rest(costs.whole) if costs.whole else (),
-        ).with_communication(forward=exchange, backward=exchange, pair_loss=self.loss)
+        ).with_communication(forward=all_to_all, backward=all_to_all, pair_loss=self.loss)
 
 
-def with_exchange(costs: Costs, share: float = EXCHANGE, loss: float = PAIR_LOSS) -> Costs:
-    """Return equal or counted costs with an exchange of ``share`` of the rest of a forward."""
+def with_all_to_all(costs: Costs, share: float = ALL_TO_ALL, loss: float = PAIR_LOSS) -> Costs:
+    """Return equal or counted costs with an all-to-all of ``share`` of the rest of a forward."""
     seconds = share * sum(costs.forward) / costs.pipeline_size
     return costs.with_communication(forward=seconds, backward=seconds, pair_loss=loss)
 

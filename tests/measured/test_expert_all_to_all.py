@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from measured_runs import LAYER, profile
 
-from megatron_zb.measured.exchange import with_exchange
+from megatron_zb.measured.expert_all_to_all import with_all_to_all
 from megatron_zb.measured.profile import PairProfile, Profile, merged_pairs
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
@@ -38,7 +38,7 @@ def every_pair() -> list[dict[str, Any]]:
 
 def test_a_pair_is_as_much_shorter_as_both_of_its_stages_exchange() -> None:
     measured = with_pairs(every_pair())
-    found = measured.exchange
+    found = measured.all_to_all
     assert found is not None
     assert found.seconds == pytest.approx(HIDDEN)
     assert found.loss == pytest.approx(0.0)
@@ -52,21 +52,21 @@ def test_a_pair_is_as_much_shorter_as_both_of_its_stages_exchange() -> None:
 
 
 def test_what_one_pair_hides_counts_half_for_each_stage_and_elsewhere_as_usual() -> None:
-    found = with_pairs([pair(0, 7, ALONE - 0.6)]).exchange
+    found = with_pairs([pair(0, 7, ALONE - 0.6)]).all_to_all
     assert found is not None
     assert found.seconds == pytest.approx([0.3] * 8)
 
 
 def test_a_stage_that_exchanges_nothing_hides_nothing() -> None:
     pairs = [pair(f, b, ALONE - 0.5 * ((f == 7) + (b == 7))) for f in (0, 7) for b in (0, 7)]
-    found = with_pairs(pairs).exchange
+    found = with_pairs(pairs).all_to_all
     assert found is not None
     assert found.seconds[0] == pytest.approx(0.0, abs=1e-9)
     assert found.seconds[7] == pytest.approx(0.5)
 
 
 def test_pairs_that_take_longer_than_their_passes_have_a_loss() -> None:
-    found = with_pairs([pair(0, 0, 1.1 * ALONE), pair(0, 7, 1.1 * ALONE)]).exchange
+    found = with_pairs([pair(0, 0, 1.1 * ALONE), pair(0, 7, 1.1 * ALONE)]).all_to_all
     assert found is not None
     assert found.seconds == pytest.approx([0.0] * 8)
     assert found.loss == pytest.approx(0.1)
@@ -83,17 +83,17 @@ def test_no_pass_is_all_exchange() -> None:
 
 def test_without_pairs_nothing_is_told() -> None:
     measured = profile()
-    assert measured.exchange is None
+    assert measured.all_to_all is None
     assert not measured.costs(v_shape(4)).forward_comm
 
 
 def test_equal_costs_take_the_share_that_was_measured() -> None:
     measured = with_pairs([pair(0, 0, ALONE - 1.0)])
-    assert measured.exchange is not None
-    share = measured.exchange.share
+    assert measured.all_to_all is not None
+    share = measured.all_to_all.share
     assert share == pytest.approx(0.5 / 1.5)
     equal = Costs.uniform(pipeline_size=4, forward=1.0, backward=1.0, weight=1.0)
-    table = with_exchange(equal, share, 0.0).for_placement(v_shape(4))
+    table = with_all_to_all(equal, share, 0.0).for_placement(v_shape(4))
     assert table.forward_comm == pytest.approx([share / 2] * 8)
 
 
