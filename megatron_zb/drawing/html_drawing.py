@@ -122,8 +122,8 @@ def decode_order(order: Order) -> Schedule:
             for gradient in gradients:
                 done[gradient, stage] += 1
         ranks.append(tuple(passes))
-    joined = zip(ranks, order.get("pairs", ()), strict=False)
-    pairs = frozenset(passes[i] for passes, at in joined for i in at)
+    paired = zip(ranks, order.get("pairs", ()), strict=False)
+    pairs = frozenset(passes[i] for passes, at in paired for i in at)
     return Schedule(order["name"], placement, order["m"], tuple(ranks), pairs=pairs)
 
 

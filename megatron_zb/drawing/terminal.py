@@ -41,7 +41,7 @@ LETTERS = {PassKind.BW: "D"}
 IDLE = "·"
 LEVELS = " ▁▂▃▄▅▆▇█"
 MOST = "◀"
-JOINED = "+"
+PAIRED = "+"
 _MOST_LINES = 240  # of bars; what is above is left out in the middle
 _MOST_CELLS = 10  # for each pass of a rank and each of the first and last microbatch's way
 
@@ -212,7 +212,7 @@ def _cell(bar: Bar, width: int) -> Text:
     # Part of a number would be a wrong number.
     text = whole if len(whole) <= width else letter[:width]
     if bar.half == 0 and width > 1:
-        text = (whole if len(whole) < width else letter).ljust(width - 1) + JOINED
+        text = (whole if len(whole) < width else letter).ljust(width - 1) + PAIRED
     return Text(text.ljust(width), style=_style(bar.colour))
 
 
@@ -245,8 +245,8 @@ def _legend(timeline: Timeline) -> list[Text]:
             "capital letter: even steps, small: odd; number: microbatch, of an update its step"
         )
         return [*lines, Text(f"{numbers}; {IDLE} idle", style="dim")]
-    joined = f"{JOINED} joins a pair; " if timeline.schedule.pairs else ""
-    numbers = f"{_letters(chunks)}number: microbatch; {joined}{IDLE} idle"
+    paired = f"{PAIRED} joins a pair; " if timeline.schedule.pairs else ""
+    numbers = f"{_letters(chunks)}number: microbatch; {paired}{IDLE} idle"
     return [*lines, Text(numbers, style="dim")]
 
 

@@ -84,7 +84,7 @@ def layer_order(
         for place, one in enumerate(filter(None, ones))
     }
     order: list[int] = []
-    waiting: list[int | None] = []  # the forward that is joined with the next backward
+    waiting: list[int | None] = []  # the forward that is paired with the next backward
     for p in schedule.ranks[rank]:
         layers = numbers[schedule.placement.chunk_of(p.stage)]
         if p in schedule.pairs:

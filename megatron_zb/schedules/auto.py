@@ -149,7 +149,7 @@ def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[fl
     """Return the named and searched schedules of a placement that fit, with their seconds.
 
     Empty where no schedule of the placement can be faster than ``fastest``. Where costs have
-    communication, the fastest alone, after a search for passes to join.
+    communication, the fastest alone, after a search for pairs.
 
     Raises:
         UsageError: the limit is below what the placement needs.
@@ -218,7 +218,7 @@ def _orders_of_states(placement: Placement, request: Request) -> list[Schedule]:
 def _paired(
     placement: Placement, request: Request, limits: Sequence[float], alone: Sequence[Schedule]
 ) -> Schedule:
-    """Return the fastest of known orders, with pairs and without, and of what a search joins."""
+    """Return the fastest of known orders, with pairs and without, and of what a search pairs."""
     p, m = request.pipeline_size, request.num_microbatches
     known = [_quick(request, placement), *_named(placement, request)]
     if _is_loop(placement):

@@ -118,8 +118,8 @@ def interleaved(request: Request) -> Schedule:
     if not request.costs.for_placement(plain.placement).communicates:
         return plain
     limits = request.limit.per_rank(request.costs)
-    joined = overlapped(p, m, chunks, group)
-    both = [(schedule, simulate(schedule, request.costs)) for schedule in (plain, joined)]
+    paired = overlapped(p, m, chunks, group)
+    both = [(schedule, simulate(schedule, request.costs)) for schedule in (plain, paired)]
     fitting = [it for it in both if limits is None or keeps(it[1].peak_memory, limits)]
     return min(fitting or both[:1], key=lambda it: request.seconds(it[1]))[0]
 
@@ -133,7 +133,7 @@ def _interleaved(p: int, m: int, chunks: int, group: int, ahead: int = 0) -> Sch
     """Build the order with the shortest warm-up at which no rank waits for ever.
 
     That is the textbook's where groups are at least as large as the pipeline. With forwards
-    ``ahead``, the warm-up is longer by these, and every F behind it is joined with its BW.
+    ``ahead``, the warm-up is longer by these, and every F behind it is paired with its BW.
     """
     groups = _groups(p, m, group)
     sequence = _sequence(groups, chunks)
@@ -210,7 +210,7 @@ def _both(
 
 
 def _groups(p: int, m: int, group: int) -> list[range]:
-    """Split m microbatches into groups; a last one too small to fill the pipeline is joined."""
+    """Split m microbatches into groups; a last one too small to fill the pipeline is merged."""
     starts = list(range(0, m, group))
     if len(starts) > 1 and m - starts[-1] < min(p, group):
         starts.pop()
@@ -414,7 +414,7 @@ def one_f_one_b_v_peak(p: int) -> float:
 
 
 def dualpipe_v(request: Request) -> Schedule:
-    """Build DualPipe-V: DualPipe's pairs of F and B on a V, joined where costs have communication.
+    """Build DualPipe-V: DualPipe's pairs of F and B on a V, paired where costs have communication.
 
     Source: DeepSeek-V3, arXiv 2412.19437, and its V-shaped half.
     """
@@ -431,7 +431,7 @@ def dualpipe_v_peak(p: int) -> float:
 def dualpipe_v_order(p: int, m: int) -> Schedule:
     """Return the published order with its pairs, for 2p microbatches or more.
 
-    The last rank's first backward comes earlier if nothing is joined with it.
+    The last rank's first backward comes earlier if nothing is paired with it.
     """
     lines = []
     for r in range(p):
@@ -456,7 +456,7 @@ def dualpipe_v_order(p: int, m: int) -> Schedule:
 class _WrittenOrder:
     """The passes of one rank, written as kinds and chunks; microbatches count up by themselves.
 
-    A plus joins an F and a backward to a pair.
+    A plus makes a pair of an F and a backward.
     """
 
     def __init__(self, *stages: int) -> None:

@@ -52,11 +52,11 @@ _MOST_DIGITS = 7
 
 
 class _Cell(NamedTuple):
-    """A pass and its column in the table, counted from 1; a pair has two, its F is ``joined``."""
+    """A pass and its column in the table, counted from 1; a pair has two, its F is ``paired``."""
 
     work: Pass
     column: int
-    joined: bool = False
+    paired: bool = False
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -146,7 +146,7 @@ def from_csv(
     placement = _infer_placement(name, rows)
     num_microbatches = 1 + max(cell.work.microbatch for row in rows for cell in row)
     ranks = tuple(tuple(cell.work for cell in row) for row in rows)
-    pairs = frozenset(cell.work for row in rows for cell in row if cell.joined)
+    pairs = frozenset(cell.work for row in rows for cell in row if cell.paired)
     rules = rules_of(ranks)
     schedule = Schedule(name, placement, num_microbatches, ranks, rules=rules, pairs=pairs)
     if change is not None:
@@ -214,7 +214,7 @@ def _parse(name: str, row: int, column: int, text: str) -> Iterator[_Cell]:
         yield _Cell(_parse_pass(name, row, column, text), column)
         return
     forward, backward = (_parse_pass(name, row, column, part.strip()) for part in match.groups())
-    yield _Cell(forward, column, joined=True)
+    yield _Cell(forward, column, paired=True)
     yield _Cell(backward, column)
 
 

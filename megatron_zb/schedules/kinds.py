@@ -78,7 +78,7 @@ class Kind:
     of device memory, taken at the start or freed at the end; ``if_recomputed`` replaces it for a
     unit that has an R. A pass with ``moves`` starts a copy of its unit in that direction when it
     ends; one with ``awaits`` begins once that copy has ended. A chosen pass runs ``before``
-    another one of its unit, ``requires`` a later one and ``excludes`` others. ``joins`` is the
+    another one of its unit, ``requires`` a later one and ``excludes`` others. ``pairs_with`` is the
     kind that it may run as one with. ``rule`` names what an order breaks that has it elsewhere.
     ``letter`` stands for the kind in tables for torch.distributed.pipelining, if not its name.
     """
@@ -96,7 +96,7 @@ class Kind:
     before: PassKind | None = None
     requires: PassKind | None = None
     excludes: tuple[PassKind, ...] = ()
-    joins: PassKind | None = None
+    pairs_with: PassKind | None = None
     rule: str = "order"
     letter: str = ""
 
@@ -135,7 +135,7 @@ TRAINING_KINDS = (
         memory=(("activation", 1),),
         if_recomputed=(("kept_input", 1),),
         moves=Copies.OUT,
-        joins=_B,
+        pairs_with=_B,
     ),
     _BACKWARD,
     Kind(_W, needs=(Need(_B, At.SAME),), is_gradient=True, memory=(("held_for_weight", -1),)),

@@ -414,9 +414,9 @@ def broken_pair(
         if p not in pairs:
             continue
         behind = passes[position + 1] if position + 1 < len(passes) else None
-        joins = graph.rows[rows[p.kind, p.stage]].kind.joins
+        partner = graph.rows[rows[p.kind, p.stage]].kind.pairs_with
         roles = () if behind is None else graph.rows[rows[behind.kind, behind.stage]].kind.roles
-        if behind is None or joins not in roles:
+        if behind is None or partner not in roles:
             return Violation("pair", "a pair is an F and the B or BW right behind it", position)
         if (p.stage, p.microbatch) == (behind.stage, behind.microbatch):
             return Violation("pair", f"{behind} needs what it makes", position)

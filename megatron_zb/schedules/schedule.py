@@ -92,14 +92,14 @@ class Schedule:
         return replace(self, ranks=ranks, forward_only=True, pairs=frozenset())
 
     def without_pairs(self) -> Schedule:
-        """Return the same order with every pass by itself: an F before what it was joined with."""
+        """Return the same order with every pass by itself: an F before what it was paired with."""
         return replace(self, pairs=frozenset())
 
     def pair_at(self, rank: int, position: int) -> Pair | None:
         """Return the pair whose F stands there, None if there is none."""
         passes = self.ranks[rank]
-        is_joined = bool(self.pairs) and passes[position] in self.pairs
-        return Pair(passes[position], passes[position + 1]) if is_joined else None
+        is_paired = bool(self.pairs) and passes[position] in self.pairs
+        return Pair(passes[position], passes[position + 1]) if is_paired else None
 
     @property
     def graph(self) -> TaskGraph:
@@ -152,7 +152,7 @@ class Schedule:
         nowhere = self.pairs.difference(*self.ranks)
         if nowhere:
             raise InvalidSchedule(
-                f"{self.name}: rule 'pair': no rank runs {min(nowhere)}, which is listed as joined"
+                f"{self.name}: rule 'pair': no rank runs {min(nowhere)}, which is listed as paired"
             )
 
     def blocked(self) -> str | None:

@@ -70,13 +70,13 @@ class Timeline:
     def _durations(self, rank: int) -> Iterator[float]:
         """Yield the seconds of every pass or pair of a rank."""
         passes, pairs = self.schedule.ranks[rank], self.schedule.pairs
-        joined = False
+        paired = False
         for i, p in enumerate(passes):
             if pairs and p in pairs:
-                joined = True
+                paired = True
                 yield self.costs.pair_seconds(Pair(p, passes[i + 1]))
-            elif joined:
-                joined = False
+            elif paired:
+                paired = False
             else:
                 yield self.costs.duration(p)
 

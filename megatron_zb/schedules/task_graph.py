@@ -344,7 +344,7 @@ class Replay(NamedTuple):
 
 @dataclass(frozen=True)
 class Orders:
-    """Orders of all ranks on a graph: their passes, what is joined, and what moves to the host."""
+    """Orders of all ranks on a graph: their passes, what is paired, and what moves to the host."""
 
     graph: TaskGraph
     ranks: Sequence[Sequence[Pass]]

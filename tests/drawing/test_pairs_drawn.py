@@ -43,12 +43,12 @@ def test_the_terminal_draws_a_pair_as_one_block_with_both_names() -> None:
     report = schedules.Report(line.makespan, line.makespan)
     print_schedule(line, report, Console(file=out, width=200))
     text = out.getvalue()
-    joined = [
+    paired = [
         line.schedule.pair_at(rank, i)
         for rank, passes in enumerate(line.schedule.ranks)
         for i in range(len(passes))
     ]
-    pairs = [pair for pair in joined if pair is not None]
+    pairs = [pair for pair in paired if pair is not None]
     assert pairs
     rows = [row for row in text.splitlines() if row.startswith("rank") and "F0" in row]
     for forward, backward in pairs:
@@ -97,9 +97,9 @@ def test_a_page_draws_the_two_passes_of_a_pair_above_each_other() -> None:
     }
     half, gap = SIZES.bar / 2, (SIZES.row - SIZES.bar) / 2
     for kind, bars in of_kind.items():
-        joined = [float(y) % SIZES.row for y, height in bars if float(height) == half]
-        assert len(joined) == len(line.schedule.pairs)
-        assert set(joined) == {gap if kind == "F" else gap + half}
+        paired = [float(y) % SIZES.row for y, height in bars if float(height) == half]
+        assert len(paired) == len(line.schedule.pairs)
+        assert set(paired) == {gap if kind == "F" else gap + half}
     assert set(of_kind) == {"F", "BW"}
 
 

@@ -128,7 +128,7 @@ def _spans(schedule: Schedule, comm: float) -> list[tuple[tuple[float, ...], tup
 
 
 @pytest.mark.parametrize(
-    ("joined", "said"),
+    ("paired", "said"),
     [
         (Pass(F, 0, 0), r"rank 0, position 0, .*rule 'pair': a pair is an F and the B or BW"),
         (Pass(BW, 0, 2), r"rank 0, position 5, .*rule 'pair': a pair is an F and the B or BW"),
@@ -136,9 +136,9 @@ def _spans(schedule: Schedule, comm: float) -> list[tuple[tuple[float, ...], tup
         (Pass(F, 1, 7), r"rule 'pair': no rank runs 1F7"),
     ],
 )
-def test_what_is_no_pair_is_refused(joined: Pass, said: str) -> None:
+def test_what_is_no_pair_is_refused(paired: Pass, said: str) -> None:
     with pytest.raises(InvalidSchedule, match=said):
-        replace(two_ranks(), pairs=frozenset({joined})).validate()
+        replace(two_ranks(), pairs=frozenset({paired})).validate()
 
 
 def test_pairs_that_wait_for_each_other_are_refused() -> None:
@@ -217,8 +217,8 @@ def test_pairs_stay_joined_where_passes_are_fused_and_split() -> None:
     assert join_all(split).validate().pairs == schedule.pairs
     again = fuse_for_free(split, equal_costs(4)).validate()
     for rank, passes in enumerate(again.ranks):
-        joined = (again.pair_at(rank, i) for i in range(len(passes)))
-        assert all(pair.backward.kind is B for pair in joined if pair is not None)
+        paired = (again.pair_at(rank, i) for i in range(len(passes)))
+        assert all(pair.backward.kind is B for pair in paired if pair is not None)
     before, after = (simulate(s, equal_costs(4)).makespan for s in (split, again))
     assert after <= before * (1 + 1e-9)
 
@@ -229,8 +229,8 @@ def test_an_evaluation_has_no_pairs() -> None:
     assert not any(isinstance(at, RunPair) for rank in lower(forwards).ranks for at in rank)
 
 
-@pytest.mark.parametrize(("chunks", "alone", "joined"), [(2, 143.5, 118.7), (4, 138.1, 117.45)])
-def test_interleaved_with_overlap_is_megatrons(chunks: int, alone: float, joined: float) -> None:
+@pytest.mark.parametrize(("chunks", "alone", "paired"), [(2, 143.5, 118.7), (4, 138.1, 117.45)])
+def test_interleaved_with_overlap_is_megatrons(chunks: int, alone: float, paired: float) -> None:
     """At .5: the figures of another simulator, with one forward more of warm-up."""
     costs = equal_costs(8)
     given: dict[str, Any] = {"pipeline_size": 8, "num_microbatches": 32, "chunks": chunks}
@@ -240,7 +240,7 @@ def test_interleaved_with_overlap_is_megatrons(chunks: int, alone: float, joined
     assert not upstream.pairs
     assert simulate(upstream, costs).makespan == pytest.approx(alone)
     timeline = simulate(schedule, costs)
-    assert timeline.makespan == pytest.approx(joined)
+    assert timeline.makespan == pytest.approx(paired)
     more = max(timeline.peak_activation) - max(simulate(upstream, costs).peak_activation)
     assert 0 < more <= 0.5
 
@@ -320,14 +320,14 @@ def test_pairs_are_no_slower_than_the_same_request_without_them(
     at = {"memory_limit": 1.0, "placement": v_shape(p)}
     limit: dict[str, Any] = at if name == "auto" else {}
     given: dict[str, Any] = {"pipeline_size": p, "num_microbatches": m}
-    joined = schedules.build(name, **given, costs=costs, **limit)
+    paired = schedules.build(name, **given, costs=costs, **limit)
     alone = schedules.build(name, **given, costs=costs.without_communication(), **limit)
     assert not alone.pairs
-    assert simulate(joined, costs).makespan <= simulate(alone, costs).makespan * (1 + 1e-9)
+    assert simulate(paired, costs).makespan <= simulate(alone, costs).makespan * (1 + 1e-9)
     allowed = max(simulate(alone, costs).peak_activation)
     promised = schedules.catalog.family(name).peak
     allowed = max(allowed, p if promised is None else promised(p, m))
-    assert max(simulate(joined, costs).peak_activation) <= allowed + 1e-9
+    assert max(simulate(paired, costs).peak_activation) <= allowed + 1e-9
 
 
 def drawn_costs(rng: random.Random, p: int) -> Costs:
@@ -368,11 +368,11 @@ def test_auto_is_no_slower_than_a_named_schedule_with_pairs(seed: int) -> None:
 def test_pairs_pay_where_there_is_communication() -> None:
     costs = equal_costs(4, 0.5)
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 16}
-    joined = schedules.build("v-zb", **given, costs=costs)
+    paired = schedules.build("v-zb", **given, costs=costs)
     alone = schedules.build("v-zb", **given, costs=costs.without_communication())
-    assert joined.pairs
-    assert joined.report is not None and joined.report.gap >= 0
-    assert simulate(joined, costs).makespan < 0.97 * simulate(alone, costs).makespan
+    assert paired.pairs
+    assert paired.report is not None and paired.report.gap >= 0
+    assert simulate(paired, costs).makespan < 0.97 * simulate(alone, costs).makespan
 
 
 def test_costs_without_communication_give_schedules_without_pairs() -> None:

@@ -198,9 +198,9 @@ const pictures = (() => {
     length(value) { return `${digits(value * this.unit.scale, 6)} ${this.unit.symbol}`.trim(); }
 
     passAt(rank, time, isLower) {
-      const { place, ranks, joined, start, end } = this.timeline;
+      const { place, ranks, paired, start, end } = this.timeline;
       let at = lastBefore(start[rank], time);
-      if (!isLower && joined[rank].has(at - 1)) at -= 1;
+      if (!isLower && paired[rank].has(at - 1)) at -= 1;
       if (at < 0 || time > end[rank][at]) {
         const from = at < 0 ? this.timeline.first : end[rank][at];
         const to = start[rank][at + 1] ?? this.timeline.first + this.timeline.makespan;
@@ -210,7 +210,7 @@ const pictures = (() => {
       const letter = LETTERS[kind];
       const chunk = place.chunks === 1 ? "" : ` (chunk ${place.chunkOf[stage]})`;
       const [from, to] = [start[rank][at], end[rank][at]];
-      const pair = [joined[rank].has(at) && at + 1, joined[rank].has(at - 1) && at - 1]
+      const pair = [paired[rank].has(at) && at + 1, paired[rank].has(at - 1) && at - 1]
         .filter((other) => other !== false).map((other) => ranks[rank][other])
         .map((q) => ` with ${LETTERS[q.kind]} of stage ${q.stage}, microbatch ${q.microbatch}`);
       return `${letter}, ${constants.kinds[letter]}${pair.join("")}\nrank ${rank}, stage ${stage}${chunk}, `
@@ -263,19 +263,19 @@ const pictures = (() => {
 
     /** One path for all bars of a colour, and numbers where there is room. */
     bars() {
-      const { place, ranks, joined, start, end } = this.timeline;
+      const { place, ranks, paired, start, end } = this.timeline;
       const groups = LETTERS.flatMap((letter) =>
         place.stagesOf[0].map((_, chunk) => ({ letter, chunk, path: [], numbers: [] })));
       const until = this.from + this.span;
       ranks.forEach((passes, rank) => {
         let first = Math.max(lastBefore(start[rank], this.from), 0);
-        if (joined[rank].has(first - 1)) first -= 1;
+        if (paired[rank].has(first - 1)) first -= 1;
         for (let i = first; i < passes.length && start[rank][i] < until; i += 1) {
           if (end[rank][i] <= this.from) continue;
           const { kind, stage, microbatch } = passes[i];
           const group = groups[kind * place.chunks + place.chunkOf[stage]];
-          const lower = joined[rank].has(i - 1);
-          const half = lower || joined[rank].has(i) ? Number(lower) : null;
+          const lower = paired[rank].has(i - 1);
+          const half = lower || paired[rank].has(i) ? Number(lower) : null;
           this.bar(group, rank, start[rank][i], end[rank][i], microbatch, half);
         }
       });

@@ -6,7 +6,7 @@
  * all come from the package (megatron_zb.drawing.html_drawing).
  *
  * A pass is {kind, stage, microbatch}; times are in the unit of the costs, memory in microbatches of
- * the first rank. joined[r] has the positions of the F of rank r that run as one with the pass behind.
+ * the first rank. paired[r] has the positions of the F of rank r that run as one with the pass behind.
  */
 const pipelines = (() => {
   const F = 0, B = 1, W = 2, BW = 3;
@@ -26,7 +26,7 @@ const pipelines = (() => {
     return {
       name, p, m, place,
       ranks: ranks.map((text, rank) => passesOf(place, rank, text)),
-      joined: ranks.map((_, rank) => new Set(pairs?.[rank])),
+      paired: ranks.map((_, rank) => new Set(pairs?.[rank])),
     };
   }
 
@@ -119,7 +119,7 @@ const pipelines = (() => {
     (microbatch * (place.stages + 2) + stage + 1) * 2 + (kind === F ? 0 : 1);
 
   /** Run every rank's passes as early as its order and inputs allow. */
-  function simulate({ place, ranks, joined }, costs) {
+  function simulate({ place, ranks, paired }, costs) {
     const times = durations(costs);
     const ready = new Map();
     const waiting = new Map();
@@ -151,7 +151,7 @@ const pipelines = (() => {
       const rank = runnable.pop();
       while (start[rank].length < ranks[rank].length) {
         const at = start[rank].length;
-        const passes = ranks[rank].slice(at, joined[rank].has(at) ? at + 2 : at + 1);
+        const passes = ranks[rank].slice(at, paired[rank].has(at) ? at + 2 : at + 1);
         const inputs = passes.map(inputOf).filter((input) => input !== null);
         const missing = inputs.find((input) => !ready.has(input));
         if (missing !== undefined) {
@@ -170,14 +170,14 @@ const pipelines = (() => {
 
   /** What a timeline comes to; `start` and `end` run beside the passes of each rank. */
   function timeline(order, costs, { start, end } = simulate(order, costs)) {
-    const { place, ranks, joined } = order;
+    const { place, ranks, paired } = order;
     const times = durations(costs);
     const first = Math.min(...start.filter((t) => t.length).map((t) => t[0]));
     const makespan = Math.max(...end.filter((t) => t.length).map((t) => t[t.length - 1])) - first;
     let busy = 0;
     ranks.forEach((passes, rank) => passes.forEach((pass, i) => {
-      if (joined[rank].has(i)) busy += pairSeconds(costs, times, pass, passes[i + 1]);
-      else if (!joined[rank].has(i - 1)) busy += times[pass.kind][pass.stage];
+      if (paired[rank].has(i)) busy += pairSeconds(costs, times, pass, passes[i + 1]);
+      else if (!paired[rank].has(i - 1)) busy += times[pass.kind][pass.stage];
     }));
     const unit = costs.activation.slice(0, place.chunks).reduce((a, b) => a + b, 0) || 1;
     const lines = ranks.map((passes, rank) => memoryLine(passes, start[rank], end[rank], costs, unit));

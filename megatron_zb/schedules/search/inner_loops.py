@@ -18,7 +18,7 @@ INFINITY = 1e300
 
 _MODULUS = 2147483648
 _REACH = 10
-_STATE_EVERY = 4  # of the moves of passes that may be joined, those of what is recomputed
+_STATE_EVERY = 4  # of the moves of passes that may be paired, those of what is recomputed
 _ROUNDING = 1e-9  # relative, of sums in another order
 
 
@@ -155,9 +155,9 @@ def run_list_scheduler(
     pair_priorities: PairPriorities,
     space: GreedySpace,
     order: Any,
-    joined: Any,
+    paired: Any,
 ) -> float:
-    """Fill ``order`` and ``joined``; return the makespan, INFINITY if stuck or above the bound.
+    """Fill ``order`` and ``paired``; return the makespan, INFINITY if stuck or above the bound.
 
     Every rank has chosen an action; the rank whose action starts earliest runs it. Then this rank
     chooses anew, and so do those that read what it made.
@@ -167,7 +167,7 @@ def run_list_scheduler(
     choice_start, clock, left = space.choice_start, space.clock, space.left
     seconds, tail_seconds = graph.seconds, graph.tail_seconds
     bound = priorities.bound * (1.0 + _ROUNDING)
-    reset(graph, pair_costs, space, joined)
+    reset(graph, pair_costs, space, paired)
     done, makespan = 0, 0.0
     second, third = -1, -1  # readers, beside the rank itself
     rank = -1
@@ -197,7 +197,7 @@ def run_list_scheduler(
         if pair_costs is not None:
             if other >= 0:
                 end = earliest + pair_seconds(graph, pair_costs, code, other)
-                joined[code] = 1
+                paired[code] = 1
         clock[rank] = end
         if pair_costs is None:  # a pair takes less than its passes
             left[rank] -= end - earliest
@@ -216,7 +216,7 @@ def sizes_of(graph: Graph) -> tuple[int, int]:
     return graph.pipeline_size * of_rank, (3 if graph.split else 2) * of_rank
 
 
-def reset(graph: Graph, pair_costs: PairCosts | None, space: GreedySpace, joined: Any) -> None:
+def reset(graph: Graph, pair_costs: PairCosts | None, space: GreedySpace, paired: Any) -> None:
     """Prepare the space for a run.
 
     ``counts`` has for each rank: F done and B done of each chunk, first and last pending W, passes.
@@ -227,7 +227,7 @@ def reset(graph: Graph, pair_costs: PairCosts | None, space: GreedySpace, joined
         space.ready[code] = 0.0 if code < graph.num_microbatches else INFINITY
     if pair_costs is not None:
         for code in range(block):
-            joined[code] = 0
+            paired[code] = 0
     for r in range(graph.pipeline_size):
         space.clock[r] = 0.0
         space.held[r] = 0.0
@@ -424,8 +424,8 @@ def local_search(
 
     Threshold accepting on the orders themselves: a move changes one rank, the schedule is timed
     again, and the change is kept if it loses no more than a threshold that falls to zero. ``flags``
-    say by code of F what is joined with the backward behind it, where passes communicate, and what
-    is recomputed otherwise; with both, 1 is joined, 2 recomputed and 3 both. Returns the makespan
+    say by code of F what is paired with the backward behind it, where passes communicate, and what
+    is recomputed otherwise; with both, 1 is paired, 2 recomputed and 3 both. Returns the makespan
     of ``best``.
     """
     critical = space.critical
@@ -557,7 +557,7 @@ def replay(
                     reason = need
             other = -1
             if pair_costs is not None:
-                if is_joined(code, flags, block):  # a pair waits for the inputs of both
+                if is_paired(code, flags, block):  # a pair waits for the inputs of both
                     other = order[r * per_rank + i + 1]
                     need = maker[other]
                     if need >= 0:
@@ -705,12 +705,12 @@ def move_pair(
     space: ReplaySpace,
     states: States | None,
     order: Any,
-    joined: Any,
+    paired: Any,
     code: int,
     per_rank: int,
     rng: int,
 ) -> tuple[int, int]:
-    """Move a pass or a pair, join two passes, part a pair, or swap the backwards of two pairs.
+    """Move a pass or a pair, pair two passes, part a pair, or swap the backwards of two pairs.
 
     Or keep an activation that was recomputed, or the reverse. Returns the rng, and the rank that
     was changed, -1 if none could be.
@@ -731,28 +731,28 @@ def move_pair(
     if choice < 3 and at > first:  # take what stands before it
         at -= 1
         code = order[at]
-    keep(graph, space, first, per_rank, order, joined)
+    keep(graph, space, first, per_rank, order, paired)
     if states is not None:
         rng = (rng * 1103515245 + 12345) % _MODULUS
         if (rng >> 12) % _STATE_EVERY == 0:
-            rng, changed = change_state(graph, states, order, joined, code, first, per_rank, rng)
+            rng, changed = change_state(graph, states, order, paired, code, first, per_rank, rng)
             if changed:
-                if keeps_pair_rules(graph, space, states, order, joined, r, per_rank):
+                if keeps_pair_rules(graph, space, states, order, paired, r, per_rank):
                     return rng, r
-            restore(graph, space, order, joined)
+            restore(graph, space, order, paired)
             return rng, -1
     head = at  # of the pair that it belongs to, if any
-    if block <= code < 2 * block and at > first and is_joined(order[at - 1], joined, block):
+    if block <= code < 2 * block and at > first and is_paired(order[at - 1], paired, block):
         head = at - 1
-    is_pair = is_joined(order[head], joined, block)
+    is_pair = is_paired(order[head], paired, block)
     changed = True
     if choice < 8 or code >= 2 * block:
         width = 2 if is_pair else 1
         to = head - distance if step < 0 else head + width + distance
-        to = free_place(order, joined, block, min(max(to, first), last), step, first, last)
+        to = free_place(order, paired, block, min(max(to, first), last), step, first, last)
         changed = shift(order, head, width, to)
     elif is_pair and choice < 11:  # part it, in either order
-        joined[order[head]] -= 1
+        paired[order[head]] -= 1
         if step < 0:
             order[head], order[head + 1] = order[head + 1], order[head]
     elif is_pair:  # swap backwards with another pair or take a single one
@@ -763,16 +763,16 @@ def move_pair(
         if changed:
             order[head + 1], order[seek] = order[seek], order[head + 1]
     else:
-        seek = partner_of(order, joined, block, at, step, first, last)
+        seek = partner_of(order, paired, block, at, step, first, last)
         changed = seek >= 0
         if changed:  # both to the place of one of the two
             stays, goes = (at, seek) if choice % 2 == 0 else (seek, at)
-            join(order, joined, block, stays, goes)
+            pair_up(order, paired, block, stays, goes)
     if changed:
-        changed = keeps_pair_rules(graph, space, states, order, joined, r, per_rank)
+        changed = keeps_pair_rules(graph, space, states, order, paired, r, per_rank)
     if changed:
         return rng, r
-    restore(graph, space, order, joined)
+    restore(graph, space, order, paired)
     return rng, -1
 
 
@@ -812,18 +812,18 @@ def change_state(
     return rng, True
 
 
-def is_joined(code: int, joined: Any, block: int) -> bool:
+def is_paired(code: int, paired: Any, block: int) -> bool:
     """Return whether a pass is the forward of a pair, which the backward follows."""
     if code < block:
-        return bool(joined[code] % 2 == 1)
+        return bool(paired[code] % 2 == 1)
     return False
 
 
 def free_place(
-    order: Any, joined: Any, block: int, to: int, step: int, first: int, last: int
+    order: Any, paired: Any, block: int, to: int, step: int, first: int, last: int
 ) -> int:
     """Return the place itself, or the next one if it is between the two of a pair."""
-    if first < to < last and is_joined(order[to - 1], joined, block):
+    if first < to < last and is_paired(order[to - 1], paired, block):
         return to + step
     return to
 
@@ -845,7 +845,7 @@ def shift(order: Any, head: int, width: int, to: int) -> bool:
 
 
 def partner_of(
-    order: Any, joined: Any, block: int, at: int, step: int, first: int, last: int
+    order: Any, paired: Any, block: int, at: int, step: int, first: int, last: int
 ) -> int:
     """Return the place of the nearest single pass in the other direction, -1 if none is near."""
     wanted = 1 if order[at] < block else 0
@@ -855,13 +855,13 @@ def partner_of(
             return -1
         if order[seek] // block == wanted:
             forward = order[seek] if wanted == 0 or seek == first else order[seek - 1]
-            if not is_joined(forward, joined, block):
+            if not is_paired(forward, paired, block):
                 return seek
         seek += step
     return -1
 
 
-def join(order: Any, joined: Any, block: int, stays: int, goes: int) -> None:
+def pair_up(order: Any, paired: Any, block: int, stays: int, goes: int) -> None:
     """Make a pair of two passes: one goes to the other."""
     taken = order[goes]
     step = 1 if goes < stays else -1
@@ -873,13 +873,13 @@ def join(order: Any, joined: Any, block: int, stays: int, goes: int) -> None:
     low = stays - 1 if step > 0 else stays
     if order[low] >= block:
         order[low], order[low + 1] = order[low + 1], order[low]
-    joined[order[low]] += 1
+    paired[order[low]] += 1
 
 
 def unit_of_r(order: Any, flags: Any, block: int, at: int) -> int:
     """Return the unit whose R runs right before a place, which begins a pass or a pair, or -1."""
     code = order[at]
-    if is_joined(code, flags, block):
+    if is_paired(code, flags, block):
         code = order[at + 1]
     unit = code - block if block <= code < 2 * block else -1
     return unit if unit >= 0 and flags[unit] >= 2 else -1
@@ -896,7 +896,7 @@ def keeps_pair_rules(
     space: ReplaySpace,
     states: States | None,
     order: Any,
-    joined: Any,
+    paired: Any,
     r: int,
     per_rank: int,
 ) -> bool:
@@ -910,13 +910,13 @@ def keeps_pair_rules(
     for i in range(r * per_rank, last):
         code = order[i]
         if states is not None:
-            if i == r * per_rank or not is_joined(order[i - 1], joined, block):
-                unit = unit_of_r(order, joined, block, i)
+            if i == r * per_rank or not is_paired(order[i - 1], paired, block):
+                unit = unit_of_r(order, paired, block, i)
                 if unit >= 0:
                     held += states.saved[unit]
             if held > graph.limit[r]:
                 return False
-            if code < block and joined[code] >= 2:
+            if code < block and paired[code] >= 2:
                 held -= states.saved[code]
         held += graph.memory[code]
         row, mb = code // m, code % m
@@ -924,7 +924,7 @@ def keeps_pair_rules(
             return False
         if row >= stages and next_of[row - stages] <= mb:
             return False
-        if is_joined(code, joined, block):
+        if is_paired(code, paired, block):
             behind = order[i + 1] if i + 1 < last else -1
             if behind // block != 1 or behind == code + block:
                 return False
@@ -940,7 +940,7 @@ class Gaps(NamedTuple):
     stage and ``holders[r]`` is 1 for a rank with a shard. By row is the rank; by code are the
     seconds, the memory that the pass takes, or frees if negative, and the ``latency`` of its
     output. ``leads[r * width + k]`` is the code of the k-th F or B of rank r, of ``num_leads[r]``.
-    ``partner`` is by code of F the backward that it is joined with, which is the next lead, or -1,
+    ``partner`` is by code of F the backward that it is paired with, which is the next lead, or -1,
     and ``of_pair`` the seconds of both. ``turn_of[j]`` is the turn of the B that reads P of j.
     """
 
@@ -1025,7 +1025,7 @@ def fill_gaps(
 
 
 def partner_in_gaps(gaps: Gaps, code: int) -> int:
-    """Return the backward that a pass is joined with, -1 if there is none."""
+    """Return the backward that a pass is paired with, -1 if there is none."""
     if code < gaps.stages * gaps.num_microbatches:
         return int(gaps.partner[code])
     return -1

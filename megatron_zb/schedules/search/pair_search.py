@@ -1,9 +1,9 @@
-"""Search for an order of a placement and for the passes that it joins as pairs.
+"""Search for an order of a placement and for the passes that it pairs.
 
-Which passes to join as pairs is a part of the search. To join neighbours of an order that is good
+Which passes to pair is a part of the search. To pair neighbours of an order that is good
 without pairs makes ranks wait in a circle, or wait for what a pair holds back. So the list
 scheduler chooses pairs as it goes (:mod:`inner_loops`), steered by numbers that are searched for as
-those of single passes are; then moves join and part passes, and each order is timed before it is
+those of single passes are; then moves pair and part passes, and each order is timed before it is
 kept. The orders that are known take part, so that the result is never slower than any of them.
 """
 
@@ -29,7 +29,7 @@ _RESTARTS = 8  # each from another seed: a long climb gains less than a further 
 _RUNS = 500  # of a climb, at least
 _POLISHED_PAIRS = 8  # starts that are polished, the fastest ones
 _THRESHOLDS = (0.3, 0.15)  # the loss that polishing accepts at first, in mean passes
-_JOINING = 0.35  # share of the steps that change what is joined
+_PAIRING = 0.35  # share of the steps that change what is paired
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PairWeights:
 
     def changed(self, rng: random.Random, chunks: int, ranks: int) -> PairWeights:
         """Return a neighbour."""
-        if rng.random() < _JOINING:
+        if rng.random() < _PAIRING:
             bias = tuple(b + rng.gauss(0, 1.0) if rng.random() < 0.5 else b for b in self.bias)
             return replace(self, gain=max(0.0, self.gain + rng.gauss(0, 0.7)), bias=bias)
         return replace(self, single=self.single.changed(rng, chunks, ranks))
@@ -149,8 +149,8 @@ class PairRunner(Runner):
 
     def coded_with_pairs(self, schedule: Schedule) -> Coded:
         """Encode a schedule in the numbers of the inner loops."""
-        joined = self.engine.integers(joined_flags(schedule, self.block))
-        return self.coded(schedule.ranks), joined
+        paired = self.engine.integers(paired_flags(schedule, self.block))
+        return self.coded(schedule.ranks), paired
 
     def schedule(self, name: str, coded: Coded) -> Schedule:
         """Decode a schedule."""
@@ -159,15 +159,15 @@ class PairRunner(Runner):
         return Schedule(name, problem.placement, m, self.passes(coded), pairs=pairs)
 
 
-def joined_flags(schedule: Schedule, units: int) -> list[int]:
-    """Return for each unit whether its F is joined, in the numbers of the inner loops."""
-    joined = [0] * units
+def paired_flags(schedule: Schedule, units: int) -> list[int]:
+    """Return for each unit whether its F is paired, in the numbers of the inner loops."""
+    paired = [0] * units
     for _, stage, microbatch in schedule.pairs:
-        joined[stage * schedule.num_microbatches + microbatch] = 1
-    return joined
+        paired[stage * schedule.num_microbatches + microbatch] = 1
+    return paired
 
 
 def joined_passes(flags: Any, num_microbatches: int) -> frozenset[Pass]:
-    """Return the F that such flags join."""
+    """Return the F that such flags pair."""
     units = (unit for unit, flag in enumerate(flags) if flag % 2)
     return frozenset(Pass(PassKind.F, *divmod(unit, num_microbatches)) for unit in units)

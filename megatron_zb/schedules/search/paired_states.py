@@ -1,4 +1,4 @@
-"""Search for an order, for what it joins as pairs, and for what it drops and makes again.
+"""Search for an order, for what it pairs, and for what it recomputes.
 
 A pair hides communication only if both of its passes are ready, so units wait longer and hold more;
 below 1F1B's memory there is room for few. A recomputed unit waits for little. Its R runs right
@@ -15,9 +15,9 @@ from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.pair_search import (
     PairRunner,
     climb_pairs,
-    joined_flags,
     joined_passes,
     pair_costs_of,
+    paired_flags,
 )
 from megatron_zb.schedules.search.runner import Coded, Effort, Problem
 from megatron_zb.schedules.search.state_search import StateRunner, mixed_problems
@@ -67,20 +67,20 @@ def _mixed_orders(name: str, problem: Problem, effort: Effort) -> Iterator[Sched
 
 
 class _PairedStateRunner(StateRunner):
-    """Runner on orders of F, B and W whose flags tell what is joined, and what has an R."""
+    """Runner on orders of F, B and W whose flags tell what is paired, and what has an R."""
 
     def __init__(self, problem: Problem, effort: Effort) -> None:
         super().__init__(problem, effort)
         self.pair_costs = pair_costs_of(problem, self.engine)
 
     def encoded(self, schedule: Schedule) -> Coded | None:
-        """Encode a schedule, with what it joins, and drop what there is no room for."""
+        """Encode a schedule, with what it pairs, and drop what there is no room for."""
         coded = self.with_states(schedule.ranks, schedule.pairs)
         if coded is None:
             return None
         order, dropped = coded
         codes = [int(code) for code in order if code < 3 * self.block]
-        flags = joined_flags(schedule, self.block)
+        flags = paired_flags(schedule, self.block)
         flags = [flag + 2 * int(drop) for flag, drop in zip(flags, dropped, strict=True)]
         return self.engine.integers(codes), self.engine.integers(flags)
 

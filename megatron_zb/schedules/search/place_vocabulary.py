@@ -136,7 +136,7 @@ With two, steps of 8 ranks are up to 0.6 % (v-zb) and 1.9 % (v-half) shorter; th
 _SECONDS = NAMED_SECONDS / 2
 """Approximate seconds of each of the searches, if they are compiled."""
 _PAIR_SECONDS = 0.5
-"""Those of each search for passes to join, where passes communicate."""
+"""Those of each search for passes to pair, where passes communicate."""
 
 
 def fastest_with_vocabulary(
@@ -196,7 +196,7 @@ def search_with_vocabulary(
 
 
 class _Filled(NamedTuple):
-    """An order whose gaps are filled: its seconds, its passes, and what it joins."""
+    """An order whose gaps are filled: its seconds, its passes, and what it pairs."""
 
     seconds: float
     passes: Callable[[], tuple[tuple[Pass, ...], ...]]
@@ -232,7 +232,7 @@ def _orders(
 ) -> Iterator[Schedule]:
     """Yield orders within a limit, found with O and V as parts of other passes.
 
-    Where passes communicate, without pairs and with those that a search joins.
+    Where passes communicate, without pairs and with those that a search finds.
     """
     m = request.num_microbatches
     for share in _CHOICES.folded:
@@ -245,9 +245,9 @@ def _orders(
         yield alone
         if folded.communicates:
             effort = effort_of(problem, _PAIR_SECONDS, PAIRS)
-            joined = search_pairs("joined", problem, effort, bound, [alone])
-            if joined.pairs:
-                yield joined
+            paired = search_pairs("paired", problem, effort, bound, [alone])
+            if paired.pairs:
+                yield paired
 
 
 def _turn(costs: StageCosts) -> float:

@@ -30,7 +30,7 @@ def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
 
     A BW lets the previous stage wait until W has ended, too. Where that stage starts its B later
     still, and the whole backward takes no longer than its halves, nothing is late; all of them can
-    be joined at once. A B that runs as one with an F stays as it is.
+    be fused at once. A B that runs as one with an F stays as it is.
     """
     timeline = simulate(schedule, costs)
     table = timeline.costs
@@ -53,19 +53,19 @@ def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
 
     ranks = []
     for passes, ends in zip(schedule.ranks, timeline.end, strict=True):
-        joined: list[Pass] = []
+        fused: list[Pass] = []
         for p, end in zip(passes, ends, strict=True):
-            before = joined[-1] if joined else None
+            before = fused[-1] if fused else None
             if (
                 p.kind is PassKind.W
                 and before == Pass(PassKind.B, p.stage, p.microbatch)
-                and not (len(joined) > 1 and joined[-2] in schedule.pairs)
+                and not (len(fused) > 1 and fused[-2] in schedule.pairs)
                 and costs_nothing(p, end)
             ):
-                joined[-1] = Pass(PassKind.BW, p.stage, p.microbatch)
+                fused[-1] = Pass(PassKind.BW, p.stage, p.microbatch)
             else:
-                joined.append(p)
-        ranks.append(tuple(joined))
+                fused.append(p)
+        ranks.append(tuple(fused))
     return replace(schedule, ranks=tuple(ranks))
 
 
@@ -130,7 +130,7 @@ class Filled(NamedTuple):
 class GapFiller:
     """Filler of the gaps of one order of F and B, or BW, within a memory limit for each rank.
 
-    ``pairs`` are the F that are joined with the B or BW right behind them.
+    ``pairs`` are the F that are paired with the B or BW right behind them.
     """
 
     def __init__(

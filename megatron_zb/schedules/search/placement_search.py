@@ -41,7 +41,7 @@ _POLISHED = 2  # orders with moves, the fastest ones
 _DROPPED = (0.15, 0.3, 0.45)  # shares of units, where copies of all would take too long
 _BUSY = 0.5  # of the makespan: a copy engine that others may wait for
 _NEAR = 1.005  # of the lower bound: nothing to gain by dropping
-_PAIR_SECONDS = 1.0  # at least, where passes may be joined
+_PAIR_SECONDS = 1.0  # at least, where passes may be paired
 _SMALL = 1600  # passes of a problem that can be searched several times
 _STEPS_BELOW = 2
 QUICK = Effort(runs=200, moves=20_000)
@@ -138,7 +138,7 @@ def with_pairs(
     *,
     split: bool = True,
 ) -> Schedule:
-    """Return the fastest of known schedules of a placement that fit, and of what a search joins.
+    """Return the fastest of known schedules of a placement that fit, and of what a search pairs.
 
     It has the name of the first.
     """

@@ -32,7 +32,7 @@ _TOLERANCE = 1e-9
 _KINDS = (PassKind.F, PassKind.B, PassKind.W, PassKind.R)
 
 Coded = tuple[Any, Any]
-"""An order as codes, and flags by code of F: joined, or recomputed; None where there are none."""
+"""An order as codes, and flags by code of F: paired, or recomputed; None where there are none."""
 
 
 @dataclass(frozen=True)

@@ -169,24 +169,24 @@ class StateRunner(Runner):
         super().__init__(problem, make, states=States(seconds, self._saved))
 
     def with_states(
-        self, ranks: Sequence[Sequence[Pass]], joined: Collection[Pass] = ()
+        self, ranks: Sequence[Sequence[Pass]], paired: Collection[Pass] = ()
     ) -> Coded | None:
         """Encode an order, with R right before each B and kept what there is room for.
 
-        R of a B that is joined comes before the pair. A W that stands too late comes earlier where
+        R of a B that is paired comes before the pair. A W that stands too late comes earlier where
         its memory is needed. None if that does not help.
         """
         dropped = [0] * self.block
         found: list[int] = []
         for rank, passes in enumerate(ranks):
-            line = self._with_r(rank, passes, joined)
+            line = self._with_r(rank, passes, paired)
             if line is None:
                 return None
             self._keep(line, float(self.inputs.limit[rank]), dropped)
             found += line.codes
         return self.engine.integers(found), self.engine.integers(dropped)
 
-    def _with_r(self, rank: int, passes: Sequence[Pass], joined: Collection[Pass]) -> _Rank | None:
+    def _with_r(self, rank: int, passes: Sequence[Pass], paired: Collection[Pass]) -> _Rank | None:
         """Return a rank's codes with everything dropped that can be."""
         block, limit = self.block, float(self.inputs.limit[rank])
         memory, line = self.inputs.memory, _Rank([], [])
@@ -202,7 +202,7 @@ class StateRunner(Runner):
             saved = float(self._saved[unit])
             if p.kind is PassKind.F:
                 need = float(memory[unit]) - saved
-                if p in joined:
+                if p in paired:
                     again = self._unit(passes[place + 1])
                     make_room(need + float(self._saved[again]))
                     line.put(3 * block + again, float(self._saved[again]))
@@ -210,7 +210,7 @@ class StateRunner(Runner):
                     make_room(need)
                 line.put(unit, need)
             elif p.kind in (PassKind.B, PassKind.BW):
-                if place == 0 or passes[place - 1] not in joined:
+                if place == 0 or passes[place - 1] not in paired:
                     make_room(saved)
                     line.put(3 * block + unit, saved)
                 line.put(block + unit, float(memory[block + unit]))
