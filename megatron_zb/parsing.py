@@ -1,6 +1,6 @@
-"""What users write: the argument parser of every command, and sizes of memory.
+"""Argument parser of every command, and sizes of memory as users write them.
 
-Its UsageErrors say what would be right.
+UsageErrors give valid examples.
 """
 
 from __future__ import annotations

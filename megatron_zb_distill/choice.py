@@ -18,7 +18,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from megatron_zb.cli.ending import ended, told_if_slow
+from megatron_zb.cli.ending import ended, report_if_slow
 from megatron_zb.errors import UsageError
 from megatron_zb.files import check_writable
 from megatron_zb.measured import config
@@ -177,7 +177,7 @@ def _run(argv: Sequence[str] | None) -> None:
         if path is not None:
             check_writable(path)
     kinds = [tuple(entry.name for entry in of) for of in library.blocks] if args.alike else None
-    with told_if_slow("choosing blocks"):
+    with report_if_slow("choosing blocks"):
         scores = [[entry.score for entry in of] for of in library.blocks]
         found = choose(scores, budgets, kinds)
     chosen = [of[c] for of, c in zip(library.blocks, found.chosen, strict=True)]

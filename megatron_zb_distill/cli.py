@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_zb.cli.ending import told_if_slow
+from megatron_zb.cli.ending import report_if_slow
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of, seconds
 from megatron_zb.schedules import Report, Timeline, simulate
@@ -98,7 +98,7 @@ def plan(arguments: argparse.Namespace) -> bool:
         return False
     from megatron_zb_distill import plan as planning
 
-    with told_if_slow("distributing the blocks"):
+    with report_if_slow("distributing the blocks"):
         planning.run(arguments)
     return True
 

@@ -1,6 +1,6 @@
 """Initial weights of student blocks, derived from the teacher's.
 
-All weights follow from the teacher's alone, so that every placement begins with the same student.
+All weights follow only from the teacher's, so that every placement begins with the same student.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _fewer_groups(rows: torch.Tensor, groups: int, sizes: TeacherShape) -> torch
 
 
 def _linear_attention(weights: Weights, sizes: TeacherShape) -> Weights:
-    """Return the weights of attention in which every token attends to itself alone."""
+    """Return the weights of attention in which every token attends only to itself."""
     queries = sizes.num_attention_heads // sizes.num_query_groups
     projection = weights[f"{_PROJECTION}weight"]
 

@@ -186,7 +186,7 @@ def _is_teachers(shape: BlockShape, teacher: TeacherShape, block: int) -> bool:
 
 @dataclass(frozen=True)
 class Routing:
-    """What a router has that candidates do not change."""
+    """Properties of a router that candidates do not change."""
 
     experts_per_token: int
     shared_width: int

@@ -18,7 +18,7 @@ class DistillationStage(Protocol):
     """The teacher's blocks of a stage and their students, on one rank.
 
     Microbatches are counted through all steps: microbatch j of step n is n * m + j, with m
-    microbatches per step. A rank sees those of its own alone, in rising order. Source: Pipe-BD,
+    microbatches per step. A rank sees only its own, in rising order. Source: Pipe-BD,
     arXiv 2301.12443.
     """
 

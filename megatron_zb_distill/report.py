@@ -68,7 +68,7 @@ class Steps:
     samples: int
     """Samples of one step."""
 
-    def is_told(self, step: int, end: int) -> bool:
+    def is_reported(self, step: int, end: int) -> bool:
         """Return whether step `step`, from 1, is reported in a run that ends with `end`."""
         return step % self.interval == 0 or step == end
 
@@ -166,7 +166,7 @@ class DistillReport:
         """Record that this rank has updated its students in step `step`, from 1."""
         if self._bar is not None:
             self._bar.update(completed=step)
-        if self._steps.is_told(step, self._end):
+        if self._steps.is_reported(step, self._end):
             self._leave(step)
             if self._board.rank == 0:
                 self._expected.append(step)

@@ -73,7 +73,7 @@ Library = Sequence[Sequence[BlockShape]]
 
 
 class CandidateNode(NamedTuple):
-    """What a stage has of a block at least: one candidate, or several of a large library."""
+    """Smallest unit of a stage: one candidate of a block, or several of a large library."""
 
     block: int
     shapes: tuple[BlockShape, ...]

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zb.cli.ending import told_if_slow
+from megatron_zb.cli.ending import report_if_slow
 from megatron_zb.cli.extensions import Commands, add_command, extensions
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ def _page(arguments: argparse.Namespace) -> None:
     from megatron_zb_plan import page
 
     found = run(arguments)
-    with told_if_slow(f"drawing {arguments.html}"):
+    with report_if_slow(f"drawing {arguments.html}"):
         page.save_plan(arguments.html, found)
 
 
@@ -289,7 +289,7 @@ def _measured_page(arguments: argparse.Namespace) -> None:
     path = trace.trace_path(arguments.profile)
     step = trace.compare(arguments.profile) if path.is_file() else None
     measured = run_measured(arguments)
-    with told_if_slow(f"drawing {arguments.html}"):
+    with report_if_slow(f"drawing {arguments.html}"):
         page.save_measured_plan(arguments.html, *measured, step)
 
 

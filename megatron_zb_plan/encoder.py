@@ -6,7 +6,7 @@ image, with these differences:
 - No score is masked, so attention takes twice as long as causal attention.
 - Context parallelism does not divide it: each of its ranks encodes all images of a sample.
 - MLPs of two products, as wide as the patches that they merge, make tokens of the language model.
-- A frozen encoder runs F alone. It holds nothing for B, and its weights have no gradient. So does
+- A frozen encoder runs only F. It holds nothing for B, and its weights have no gradient. So does
   the encoder of a frozen model, whose adapters are those of the language model.
 """
 

@@ -1,4 +1,4 @@
-"""What mixes a layer's tokens, attention or Mamba-2: all that is counted of it.
+"""Token mixers of a layer, attention or Mamba-2, with all that is counted of them.
 
 Each kind of attention is a function; ``ModelConfig.attention`` chooses that of a model.
 
@@ -27,7 +27,7 @@ from megatron_zb.schedules import layout
 
 @dataclass(frozen=True)
 class Mixer:
-    """What mixes the tokens in one layer; sizes in elements, those of activations for one token.
+    """Token mixer of one layer; sizes in elements, those of activations for one token.
 
     Attributes:
         name: name in messages.

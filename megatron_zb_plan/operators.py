@@ -173,7 +173,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What modules of one layer drop in F and compute again in B, for one token.
+    """Recomputation of modules in one layer, for one token.
 
     Attributes:
         inputs: elements dropped that enter products with weights, in 8 bits with fp8.
@@ -271,7 +271,7 @@ def _experts_again(model: ModelConfig, index: int) -> Recomputed:
 
 
 def _whole(operator: Operator | None) -> Recomputed:
-    """Return an MLP or experts of which F keeps the input alone."""
+    """Return an MLP or experts of which F keeps only the input."""
     if operator is None:
         return Recomputed()
     return Recomputed(

@@ -436,7 +436,7 @@ class CountedSettings:
 
 
 def _fewest_chunks_first(settings: Sequence[CountedSetting]) -> list[CountedSetting]:
-    """Sort settings by their rate; among those that differ in chunks alone, a tie has few first.
+    """Sort settings by their rate; among those that differ only in chunks, a tie has few first.
 
     The formula counts no gap to the bound, which grows with the number of chunks.
     """

@@ -171,7 +171,7 @@ def into(sequences: Sequence[int], count: int) -> Packs:
 
 @dataclass(frozen=True)
 class UnequalRow:
-    """What a row of a plan takes of drawn steps; None where a step does not fit into the memory.
+    """Seconds of a row of a plan for drawn steps; None where a step does not fit into the memory.
 
     Args:
         index: of the row in the plan.

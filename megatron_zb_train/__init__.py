@@ -1,1 +1,1 @@
-"""Training a GPT model on megatron-core alone, as `megatron_zb.pretrain_gpt` does."""
+"""Training a GPT model only on megatron-core, as `megatron_zb.pretrain_gpt` does."""

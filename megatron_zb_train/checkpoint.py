@@ -184,7 +184,7 @@ def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
 
 
 def _load_weights(path: Path, trainee: Trainee) -> None:
-    """Load the weights alone, as from a checkpoint of a finished model."""
+    """Load only the weights, as from a checkpoint of a finished model."""
     metadata = _metadata(distributed_optimizer=False)
     request = _model_state(trainee, metadata)
     state = read(path, lambda: dist_checkpointing.load(request, str(path)))

@@ -46,7 +46,7 @@ class Settings(ScheduleSettings):
             documents of packed samples, whose ends (``cu_seqlens``) the first stage reads.
         pipeline_layer_layout: ``auto`` or a file of ``--pipeline-profile`` balances them.
         pipeline_vocabulary: ``on`` cuts output layer and embedding over the pipeline ranks of one
-            model, which is then called with labels alone; ``auto`` where that is faster.
+            model, which is then called only with labels; ``auto`` where that is faster.
         pipeline_recompute: ``auto`` may drop activations and compute them again under the limit.
         pipeline_offload: ``auto`` may move activations to the host under the limit.
         pipeline_host_limit: the most memory of the host for the activations of any rank, alike.

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zb.cli.ending import told_if_slow
+from megatron_zb.cli.ending import report_if_slow
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.versions import SERIES, training_loop_needs
 from megatron_zb.megatron_lm import own_process
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     import warnings
 
-    with told_if_slow("checking the arguments"):
+    with report_if_slow("checking the arguments"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Megatron's, about what a GPU would need
             from megatron_zb.megatron_lm import checking

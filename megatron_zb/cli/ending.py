@@ -67,7 +67,7 @@ def _write_no_more() -> None:
 
 
 @contextmanager
-def told_if_slow(what: str, after: float | None = None, every: float = _EVERY) -> Iterator[None]:
+def report_if_slow(what: str, after: float | None = None, every: float = _EVERY) -> Iterator[None]:
     """Report a slow step on standard error, also where that is no terminal.
 
     Args:

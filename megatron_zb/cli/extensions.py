@@ -1,4 +1,4 @@
-"""What packages beside this one add to the command line: commands, schedules, kinds of plan."""
+"""Extensions of the command line by other packages: commands, schedules, kinds of plan."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_zb import __version__
-from megatron_zb.cli.ending import ended, told_if_slow
+from megatron_zb.cli.ending import ended, report_if_slow
 from megatron_zb.cli.extensions import Commands, add_command
 
 DOCTOR_HELP = """\
@@ -115,7 +115,7 @@ def _add_doctor(commands: Commands) -> None:
 def _doctor(arguments: argparse.Namespace) -> int:
     from megatron_zb.cli.doctor import as_json, examine, exit_code, print_findings
 
-    with told_if_slow("examining the installation"):
+    with report_if_slow("examining the installation"):
         findings = examine(arguments.checkout)
     if arguments.json:
         print(json.dumps(as_json(findings), indent=2))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_zb import files, schedules
-from megatron_zb.cli.ending import told_if_slow
+from megatron_zb.cli.ending import report_if_slow
 from megatron_zb.cli.extensions import extension_of, extensions
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of, positive, seconds
@@ -213,7 +213,7 @@ def _save(arguments: argparse.Namespace) -> None:
         _save_page(path, arguments)
         return
     timeline = _timeline(arguments, MOST_IN_PICTURE)
-    with told_if_slow(f"drawing {path}"):
+    with report_if_slow(f"drawing {path}"):
         save_picture(timeline, path)
 
 
@@ -300,7 +300,7 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
     ranks, microbatches = arguments.pipeline_size, arguments.num_microbatches
     slices = 1 if arguments.slices is None else arguments.slices.slices
     _check_drawn(arguments.name, ranks, microbatches * slices, most)
-    with told_if_slow(
+    with report_if_slow(
         f"putting the passes of {microbatches} microbatches on {ranks} ranks in order"
     ):
         return _built(arguments)

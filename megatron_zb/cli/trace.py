@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zb import files
-from megatron_zb.cli.ending import told_if_slow
+from megatron_zb.cli.ending import report_if_slow
 from megatron_zb.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from megatron_zb.measured.trace import compare
 
-    with told_if_slow(f"simulating the step of {arguments.profile}"):
+    with report_if_slow(f"simulating the step of {arguments.profile}"):
         found = compare(arguments.profile)
     if arguments.output is None:
         _print(found)
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"{', '.join(_WRITERS)}"
         )
     files.check_writable(arguments.output)
-    with told_if_slow(f"drawing {arguments.output}"):
+    with report_if_slow(f"drawing {arguments.output}"):
         writer(found, arguments.output, arguments.profile)
     print(arguments.output)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zb.cli.ending import told_if_slow
+from megatron_zb.cli.ending import report_if_slow
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import positive, values_of_flags
 
@@ -223,7 +223,7 @@ def _output(words: list[str], folder: Path, name: str) -> str:
         UsageError: it could not be started, or ended with an error.
     """
     log = folder / f"{name}.log"
-    with log.open("wb") as file, told_if_slow(f"training for '{name}'"):
+    with log.open("wb") as file, report_if_slow(f"training for '{name}'"):
         try:
             ended = subprocess.run(
                 words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=False
@@ -240,7 +240,7 @@ def _output(words: list[str], folder: Path, name: str) -> str:
 
 
 def _last_error(text: str) -> str:
-    """Return the most telling line of a failed run."""
+    """Return the most informative line of a failed run."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for pattern in (r"megatron_zb: error: ", r"(\[rank\d+\]: )?\w*(Error|Exception)\b"):
         found = [line for line in lines if re.match(pattern, line)]

@@ -1,4 +1,4 @@
-"""What all drawings share: ticks, memory over time, bars and their colours, titles and labels."""
+"""Parts of all drawings: ticks, memory over time, bars and their colours, titles and labels."""
 
 from __future__ import annotations
 

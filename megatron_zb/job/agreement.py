@@ -113,7 +113,7 @@ def named_arguments(
 class Disagreement(UsageError):
     """Error of ranks that cannot run together; the message is the same on every rank.
 
-    ``speaks`` is true on the one rank that is to tell the user.
+    ``speaks`` is true on the one rank that reports it to the user.
     """
 
     def __init__(self, message: str, *, speaks: bool) -> None:
@@ -283,7 +283,7 @@ def store_of_job(world_size: int, attempt: str) -> Store:
     """Connect to the store that the launcher of the job provides; waits until all ranks do.
 
     Args:
-        attempt: tells the starts of a job that is started again apart.
+        attempt: distinguishes the starts of a job that is restarted.
     """
     if world_size == 1:
         return HashStore()

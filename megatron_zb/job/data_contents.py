@@ -52,7 +52,7 @@ def of_file(path: Path) -> str | None:
 
 
 def _digest(path: Path, whole: int = _WHOLE) -> str:
-    """Return a digest of the file; above ``whole`` bytes, of its size and sixteen blocks alone."""
+    """Return a digest of the file; above ``whole`` bytes, only of its size and sixteen blocks."""
     size = path.stat().st_size
     return _short(path.read_bytes()) if size <= whole else _sampled(path, size)
 

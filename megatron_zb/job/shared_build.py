@@ -209,7 +209,7 @@ class SharedBuild:
         self._connected: Store | None = None
         self._built: dict[str, Schedule] = {}
         self._asked = 0
-        self._has_told = False
+        self._has_reported = False
 
     def __call__(self, name: str, **request: Any) -> Schedule:
         """Build a schedule, or take over what rank 0 has built.
@@ -229,9 +229,9 @@ class SharedBuild:
 
     def abandon(self, error: Exception) -> None:
         """Tell the ranks that wait for a schedule that rank 0 asks for none, and why."""
-        if self._rank == 0 and self._world_size > 1 and not self._has_told:
+        if self._rank == 0 and self._world_size > 1 and not self._has_reported:
             _put(self._store, f"{self._asked}/asked", {"problem": _describe(error)})
-            self._has_told = True
+            self._has_reported = True
 
     @property
     def _store(self) -> Store:
@@ -242,7 +242,7 @@ class SharedBuild:
     def _give(
         self, number: int, values: dict[str, Any], name: str, request: dict[str, Any]
     ) -> Schedule:
-        self._has_told = False
+        self._has_reported = False
         _put(self._store, f"{number}/asked", _as_flags(values))
         try:
             schedule = self._build(name, **request)
@@ -257,7 +257,7 @@ class SharedBuild:
         """Let all ranks read a problem before this one, which may serve the store, ends."""
         refused = isinstance(error, UsageError)
         problem = str(error) if refused else f"rank 0 failed to build {name}: {error!r}"
-        self._has_told = True
+        self._has_reported = True
         _put(self._store, f"{number}/built", {"problem": problem})
         told = [f"{number}/told/{rank}" for rank in range(1, self._world_size)]
         deadline = time.monotonic() + _TIME_TO_READ
@@ -332,7 +332,7 @@ def kept(folder: Path, say: Callable[[str], None], build: Build = catalog.build)
 
 
 def build_with_cache(folder: str | None, rank: int) -> Build:
-    """Return a build function that keeps schedules in a folder, if one is given; rank 0 tells."""
+    """Return a build function that keeps schedules in a folder, if one is given; rank 0 reports."""
 
     def say(line: str) -> None:
         if rank == 0:

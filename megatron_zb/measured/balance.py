@@ -195,7 +195,7 @@ def of_arguments(value: str, args: Any) -> Ends:
     """Return the ends for a value of ``--pipeline-layer-layout`` and Megatron's arguments.
 
     Raises:
-        UsageError: the profile is wrong, or the sizes do not tell what the ends cost.
+        UsageError: the profile is wrong, or the costs of the ends do not follow from the sizes.
     """
     if value != AUTO_LAYOUT:
         sizes = {

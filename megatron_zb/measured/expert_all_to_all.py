@@ -26,7 +26,7 @@ _MOST = 0.9  # share of a pass: it computes, too
 
 
 class PairTimes(NamedTuple):
-    """The stages of a pair, the seconds of its F and of its B or BW alone, and of both as one."""
+    """Stages of a pair, and the seconds of its F, of its B or BW, and of both as one."""
 
     f_stage: int
     b_stage: int

@@ -136,7 +136,7 @@ class Fit(CostModel):
 
     @property
     def cutting(self) -> Cutting | None:
-        """What it takes to cut the ends, counted; None where the profile does not tell the rows."""
+        """Counted costs of vocabulary parallelism; None if the profile does not have the rows."""
         model, forward = self.profile.model, self.parts["forward"]
         if model.vocabulary is None:
             return None

@@ -414,12 +414,12 @@ class Profile(Section):
 
     @property
     def one_f_one_b_bytes(self) -> float:
-        """What 1F1B's first rank holds with as many layers on each: p microbatches of a p-th."""
+        """Bytes on 1F1B's first rank with equal layers: p microbatches of a p-th of them."""
         return float(sum(stage.activation for stage in self.stages))
 
     @property
     def copy_share(self) -> float | None:
-        """What copying activations one way takes, as a share of F, B and W; None if not timed."""
+        """Seconds of a copy one way, as a share of F, B and W; None if not timed."""
         if self.host_link is None:
             return None
         held = sum(stage.activation for stage in self.stages)
@@ -428,7 +428,7 @@ class Profile(Section):
 
     @property
     def all_to_all(self) -> HiddenAllToAll | None:
-        """What pairs hide; None where none ran."""
+        """Expert all-to-all that pairs hide; None where none ran."""
         if not self.pairs:
             return None
         stages = self.stages

@@ -89,7 +89,7 @@ class JobSizes:
 
     @property
     def known_attention(self) -> AttentionWork:
-        """What attention takes: by a profile that tells it, or else counted."""
+        """Share of attention: from a profile that has it, or else counted."""
         measured = None if self.profile is None else self.profile.attention_work
         return measured or self.attention
 

@@ -226,7 +226,7 @@ class PairedStage(MegatronStage):
         forward: Callable[[Any], torch.Tensor] | None = None,
         backward: Callable[[Any, Any], None] | None = None,
     ) -> Iterator[None]:
-        """Run the plan of the forward or the backward inside by other functions than alone."""
+        """Run the plans of a forward or a backward inside by other functions."""
         usual = self._with_forward, self._with_backward
         self._with_forward = forward or self._with_forward
         self._with_backward = backward or self._with_backward

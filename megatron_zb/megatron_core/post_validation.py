@@ -219,7 +219,7 @@ class PostValidation:
         return norm
 
     def _mend_scalers(self, before: _Before, judgement: _Judgement) -> None:
-        """Correct the loss scalers, which were updated with the state of this stage alone."""
+        """Correct the loss scalers, which were updated only with the state of this stage."""
         for optimizer, values, infinite in zip(
             self._optimizers, before.scalers, judgement.infinite, strict=True
         ):

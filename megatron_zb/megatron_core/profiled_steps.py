@@ -56,7 +56,7 @@ Mark = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ProfileUse:
-    """What a profile is measured for.
+    """Purpose of a profile.
 
     Args:
         path: the file for ``megatron-zb plan --profile``; None for none.
@@ -75,7 +75,7 @@ class ProfileUse:
         """Return the use of a profile of a schedule, None if it has none.
 
         Raises:
-            UsageError: ``every`` is less than a profile takes, or there is nothing to tell apart.
+            UsageError: ``every`` is less than a profile takes, or there is nothing to distinguish.
         """
         schedule = current.schedule
         iterations = ITERATIONS + (PAIRED if schedule.pairs else 0)
@@ -337,7 +337,8 @@ def _hooks(mark: Mark, model: Any) -> Iterator[Any]:
 def _hooks_of_attention(mark: Mark, module: Any, is_split_off: Callable[[], bool]) -> Iterator[Any]:
     """Yield hooks that mark core attention, and in B from its output's gradient to its query's.
 
-    Overlapped passes run a layer in pieces without its decoder, whose layers are not told apart.
+    Overlapped passes run a layer in pieces without its decoder, so that its layers cannot be timed
+    separately.
     """
 
     def begins(module: Any, args: Any, kwargs: Any) -> None:

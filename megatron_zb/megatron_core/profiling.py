@@ -385,7 +385,7 @@ def _pairs(steps: Steps) -> list[PairProfile]:
 
 
 class _OfShard(NamedTuple):
-    """What one rank has measured of vocabulary parallelism; ``loss`` is 0 where no P runs."""
+    """Measurements of one rank's shard of the vocabulary; ``loss`` is 0 where no P runs."""
 
     shard: ShardProfile
     loss: float
@@ -393,7 +393,7 @@ class _OfShard(NamedTuple):
 
 
 class _OfRank(NamedTuple):
-    """What one rank has measured."""
+    """Measurements of one rank."""
 
     stages: dict[int, StageProfile]
     times: list[StageTimes]

@@ -555,7 +555,7 @@ def _if_any(count: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Record:
-    """What a loss function reports of a slice, with its tokens and those of its microbatch."""
+    """Report of a loss function for a slice, with its tokens and those of its microbatch."""
 
     reported: Any
     share: torch.Tensor

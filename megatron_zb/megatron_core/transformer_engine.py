@@ -161,7 +161,7 @@ def _split_operations(experts: Any, split: SplitBackward) -> None:
 
 
 def _forward(store: _Store, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run TE's forward, marked in the store: TE delays if told so in forward *and* in backward."""
+    """Run TE's forward, marked in the store: TE delays if set in forward *and* in backward."""
     store.in_forward = store.takes()
     quantize_weights_anew(store.module)
     try:
@@ -173,7 +173,7 @@ def _forward(store: _Store, whole: Callable[..., Any], *args: Any, **kwargs: Any
 def quantize_weights_anew(module: Any) -> None:
     """Let a step's first F quantise the weights again, which later microbatches then use as well.
 
-    TE would do so if told that this is the first microbatch, but then let its weight gradient
+    TE would do so for the first microbatch, but then let its weight gradient
     overwrite ``main_grad``, although a BW of another microbatch may come before its W. Without its
     copies it makes new ones. Where no gradient will follow, as in an evaluation, TE is told: it
     writes into its copies, which CUDA graphs of the module may write into, too.

@@ -236,7 +236,7 @@ def changed_by_user(weight: torch.Tensor) -> str:
 
 
 class _OutputLayer(NamedTuple):
-    """What all ranks must know of the output layer; ``refused`` is why it cannot be cut."""
+    """Properties of the output layer for all ranks; ``refused`` is why it cannot be cut."""
 
     rows: int
     width: int

@@ -386,7 +386,7 @@ def _check_alone(args: argparse.Namespace, asked: str) -> None:
 
 
 def _is_hybrid(args: argparse.Namespace) -> bool:
-    """Return whether layers are of several kinds, which a layout does not tell apart."""
+    """Return whether layers are of several kinds, which a layout does not distinguish."""
     heterogeneous = getattr(args, "heterogeneous_layers_config_path", None)
     return bool(_pattern(args) or heterogeneous)
 

@@ -30,7 +30,7 @@ _ACTIONS: dict[str, Any] = {
 
 
 class Verdict(Enum):
-    """What is known of an argument together with a schedule."""
+    """Verdict on an argument together with a schedule."""
 
     PROVEN = "proven"
     HARMLESS = "harmless"

@@ -118,21 +118,21 @@ class StageData:
     def dataset_builder(
         self, original: Any, builder: Any, cls: Any, sizes: Any, is_built_on_rank: Any, config: Any
     ) -> None:
-        """Build data sets on the job's first rank, too, which tells all others if there is data."""
+        """Build data sets also on the job's first rank, which announces whether there is data."""
         is_first = self._args.rank == 0
         original(builder, cls, sizes, lambda: is_built_on_rank() or is_first, config)
 
     def sums_of_lengths(self, original: Any) -> tuple[float | None, ...]:
         """Return sums over the packed sequences of a step, each counted once.
 
-        Megatron-LM counts each in every chunk, and its log would tell of twice the throughput.
+        Megatron-LM counts each in every chunk, and its log would show twice the throughput.
         """
         return tuple(each and each / self._adapter.chunks for each in original())
 
     # --- loops over batches
 
     def skip_step(self, original: Any, data_iterator: Any) -> None:
-        """Read the batches of a step without a model; Megatron-LM reads one iterator alone."""
+        """Read the batches of a step without a model; Megatron-LM reads only one iterator."""
         del original
         from megatron.core.num_microbatches_calculator import get_num_microbatches
         from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -163,7 +163,7 @@ START = "start"
 
 
 def name_place(build: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
-    """Move what tells a builder of a chunk's place from ``args`` to ``keywords``; return the rest.
+    """Move a chunk's place from ``args`` to ``keywords`` for a builder; return the rest.
 
     Megatron-LM names it; mcore-bridge passes it in order.
     """

@@ -23,7 +23,7 @@ from megatron_zb.parsing import flag_of
 
 @dataclass(frozen=True)
 class Supported:
-    """What has been proven for the models of a class; all run one chunk per rank."""
+    """Proven support for the models of a class; all run one chunk per rank."""
 
     in_a_v: bool = False
     draws_by_layer: bool = False

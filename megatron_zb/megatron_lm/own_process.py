@@ -40,7 +40,7 @@ _DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
 @dataclass(frozen=True)
 class OwnParser:
-    """What Megatron-LM's own parser takes."""
+    """Arguments of Megatron-LM's own parser."""
 
     version: str
     """Its series, such as ``0.19``."""
@@ -52,7 +52,7 @@ class OwnParser:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a validation ends with: why it refuses the arguments, if it does."""
+    """Result of a validation: the reason to refuse the arguments, if any."""
 
     version: str
     refusal: str | None

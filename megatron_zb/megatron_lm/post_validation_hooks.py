@@ -1,8 +1,8 @@
 """Optimizer post-validation in Megatron-LM's training loop.
 
-The loop is told that every step has succeeded, without a norm. Its log is held back until the step
+In the loop every step has succeeded, without a norm. Its log is held back until the step
 has been validated: at its next log, or earlier, where anything reads the weights. Queries that
-would make all ranks wait for one another between two iterations are answered from this rank alone.
+would make all ranks wait for one another between two iterations are answered only from this rank.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class AutogradStage:
     ``compute(microbatch, activation)`` returns the stage's output, or the loss on the last stage.
     Only the output's place in the graph is kept, never its data: the data goes with the message
     and is freed when that has been sent, unless an operation saved it for itself. Of microbatches
-    in :attr:`recomputed`, F keeps the input alone, and R computes the rest again. Of those in
+    in :attr:`recomputed`, F keeps only the input, and R computes the rest again. Of those in
     :attr:`offloaded`, :attr:`moves` takes what F saves to the host and back.
     """
 

@@ -111,7 +111,7 @@ def run_program(
         channels: its channels to other ranks, for messages of known shapes or of any shape.
         allocate: gives an empty tensor of a message's shape, type and device. Any tensor
             serves one that a step is done (``message.is_step_done``), if all ranks agree.
-        observer: is told what the rank does.
+        observer: observes every pass and wait.
         handlers: the function that runs each kind of pass.
         pairs: the function that runs a pair.
     """

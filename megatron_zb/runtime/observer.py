@@ -31,7 +31,7 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Several observers at once; the first one is told first and last."""
+    """Several observers at once; the first one enters first and leaves last."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)

@@ -131,7 +131,7 @@ class _Looker:
 
 
 class RankProgress:
-    """Progress of one rank, told by the executor and read by the watchdog's threads.
+    """Progress of one rank, written by the executor and read by the watchdog's threads.
 
     On a GPU, marks are kept only after :meth:`keep_marks`: a separate thread drops those that have
     been passed, see :meth:`moved`.

@@ -39,7 +39,7 @@ class Hidden(NamedTuple):
 
 
 class ShardLoss(NamedTuple):
-    """What one shard knows of each token.
+    """Results of one shard for each token.
 
     ``weighted`` (tokens, width) is the sum of its rows of the weight, each by the exponential of
     its logit less ``greatest``; ``row`` is that of the label, or 0. ``greatest``, ``total`` and
@@ -87,7 +87,7 @@ def _bits(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Loss(NamedTuple):
-    """What V needs of each token: the ``log`` of the sum of all exponentials, and ``gradient``.
+    """Inputs of V for each token: the ``log`` of the sum of all exponentials, and ``gradient``.
 
     The latter is that of the whole loss by the loss of this token.
     """

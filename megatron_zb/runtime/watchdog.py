@@ -180,7 +180,7 @@ def who_holds_up(states: Mapping[int, State], rank: int) -> int:
     """Return the rank that a rank waits for in the end: the first that waits for no message.
 
     Args:
-        states: of the ranks that have told theirs; one that has not holds up.
+        states: of the ranks that have answered; one that has not holds up the others.
     """
     seen = set()
     while rank in states and rank not in seen:
@@ -253,7 +253,7 @@ _LOOKS = 1000  # at the store in a second, of all ranks together
 class WatchedRank:
     """A rank's place: ``logical`` in its ``pipeline``, the global ranks in logical order.
 
-    ``job`` are the global ranks of all pipelines; without any, there is this one alone.
+    ``job`` are the global ranks of all pipelines; without any, there is only this one.
     """
 
     logical: int

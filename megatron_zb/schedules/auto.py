@@ -149,7 +149,7 @@ def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[fl
     """Return the named and searched schedules of a placement that fit, with their seconds.
 
     Empty where no schedule of the placement can be faster than ``fastest``. Where costs have
-    communication, the fastest alone, after a search for pairs.
+    communication, only the fastest, after a search for pairs.
 
     Raises:
         UsageError: the limit is below what the placement needs.

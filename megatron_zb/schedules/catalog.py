@@ -351,7 +351,7 @@ def build(
         placement: binds ``auto`` to a placement, such as that of a model that has been built.
         back_to_back: make iterations short that follow one another with no barrier between them, as
             with optimizer post-validation: the next one fills the waits at the ends of this one.
-        quick: let ``auto`` look at its ``placement`` for half a second alone; without it the
+        quick: let ``auto`` look at its ``placement`` for only half a second; without it the
             result is as fast or faster.
         slices: of each microbatch along its sequence, of equal lengths if a number; passes then
             count slices (:mod:`slices`).

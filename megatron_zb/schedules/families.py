@@ -94,7 +94,7 @@ INTERLEAVED_CHUNKS = 2
 
 
 def interleaved(request: Request) -> Schedule:
-    """Build interleaved 1F1B, with BW alone.
+    """Build interleaved 1F1B, only with BW.
 
     Where costs have communication, each F of the steady state runs as one with the BW behind it,
     after one more forward of warm-up, as with Megatron's ``overlap_moe_expert_parallel_comm``, if

@@ -173,9 +173,10 @@ class Channel(NamedTuple):
 class Message(NamedTuple):
     """The output of one pass on its way to the rank that reads it.
 
-    ``is_gradient`` tells an output gradient from an activation; ``stage`` is the *reading* stage.
-    A message that a *step is done* carries no tensor of the model: it tells the first stage that
-    rank ``done_by`` has updated its students in step ``microbatch``: a later one may begin.
+    ``is_gradient`` is true for an output gradient, false for an activation; ``stage`` is the
+    *reading* stage. A message that a *step is done* carries no tensor of the model: it tells the
+    first stage that rank ``done_by`` has updated its students in step ``microbatch``: a later one
+    may begin.
     """
 
     is_gradient: bool

@@ -86,7 +86,7 @@ class Schedule:
         return self.rules.memory_change(p, costs, recomputed=recomputed)
 
     def forwards(self) -> Schedule:
-        """Return the same schedule with the passes of an evaluation alone, in the same order."""
+        """Return the same schedule with only the passes of an evaluation, in the same order."""
         kinds = self.rules.forward_kinds
         ranks = tuple(tuple(p for p in rank if p.kind in kinds) for rank in self.ranks)
         return replace(self, ranks=ranks, forward_only=True, pairs=frozenset())

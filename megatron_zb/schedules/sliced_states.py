@@ -1,4 +1,4 @@
-"""What schedules of slices drop and make again, or move to the host, to keep a memory limit.
+"""Recomputation and offload in schedules of slices, to keep a memory limit.
 
 Orders come from builders that keep every activation, with as much memory as the limit or more. Each
 R stands right before its B: it needs nothing of other ranks, and fills the wait for the gradient.

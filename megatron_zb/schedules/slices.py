@@ -273,7 +273,7 @@ class Slicing(Written):
 
     @cached_property
     def scales(self) -> tuple[Scale, ...]:
-        """What each slice takes of a microbatch's time and memory."""
+        """Shares of slices in the time and memory of a microbatch."""
         borders = [0.0, *accumulate(self.lengths)]
         shares = [border / borders[-1] for border in borders]
         return tuple(

@@ -368,7 +368,7 @@ def _without_states(table: Schedule) -> Schedule:
 
 
 def plan_forwards(table: Schedule, costs: Costs, *, keeps_order: bool = False) -> StepPlan:
-    """Return the fastest plan found for a step of forwards alone, which hold no activations."""
+    """Return the fastest plan found for a step of only forwards, which hold no activations."""
     given = tuple(range(table.num_microbatches))
     orders = [given]
     if not keeps_order:

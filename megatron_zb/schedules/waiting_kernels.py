@@ -1,7 +1,7 @@
 """Kernels that wait for a message beside what a GPU computes.
 
 With NCCL, a send or a receive is a kernel that occupies thread blocks until the other side is
-there. This replays a program with the times of its passes, and tells how many of them wait on a
+there. This replays a program with the times of its passes, and counts how many of them wait on a
 rank while it computes.
 """
 
@@ -53,7 +53,7 @@ def waiting_kernels(program: Program, costs: StageCosts, *, gated: bool = True) 
 
 @dataclass
 class _KernelsOfRank:
-    """What has happened on a rank so far: times of its host, its passes and its kernels."""
+    """State of a rank in the replay: times of its host, its passes and its kernels."""
 
     position: int = 0
     host: float = 0.0

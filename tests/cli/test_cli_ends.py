@@ -18,7 +18,7 @@ from traced_steps import profile, ran
 
 from megatron_zb.cli import check, doctor, show, trace, verify
 from megatron_zb.cli import main as cli
-from megatron_zb.cli.ending import ended, told_if_slow
+from megatron_zb.cli.ending import ended, report_if_slow
 from megatron_zb.errors import UsageError, explain_missing_package
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.measured.trace import write_trace
@@ -188,14 +188,14 @@ def test_a_file_that_cannot_be_used_is_named(capsys: pytest.CaptureFixture[str])
 
 
 def test_what_takes_long_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with told_if_slow("counting", after=0.01):
+    with report_if_slow("counting", after=0.01):
         time.sleep(0.5)
     assert capsys.readouterr().err == "counting ...\n"
-    with told_if_slow("counting", after=60):
+    with report_if_slow("counting", after=60):
         pass
     assert capsys.readouterr().err == ""
     printed = ""
-    with told_if_slow("counting", after=0.01, every=0.01):
+    with report_if_slow("counting", after=0.01, every=0.01):
         while not re.search(r"^counting \.\.\. \d+ s$", printed, re.M):
             time.sleep(0.01)
             printed += capsys.readouterr().err
@@ -209,9 +209,9 @@ def test_show_and_export_say_what_takes_long(
 
     def watch(what: str) -> AbstractContextManager[None]:
         told.append(what)
-        return told_if_slow(what)
+        return report_if_slow(what)
 
-    monkeypatch.setattr(show, "told_if_slow", watch)
+    monkeypatch.setattr(show, "report_if_slow", watch)
     assert cli.main(["show", "v-half", *SIZES, "-o", str(tmp_path / "x.png")]) == 0
     assert told == [
         "putting the passes of 8 microbatches on 4 ranks in order",
@@ -229,10 +229,10 @@ def test_other_slow_commands_report_what_they_do(
 
     def watch(what: str) -> AbstractContextManager[None]:
         reported.append(what)
-        return told_if_slow(what, after=3600)
+        return report_if_slow(what, after=3600)
 
     for module in (check, cli, distillation, trace, verify):
-        monkeypatch.setattr(module, "told_if_slow", watch)
+        monkeypatch.setattr(module, "report_if_slow", watch)
     profiled = tmp_path / "run.yaml"
     write_profile(profile(), profiled)
     write_trace(ran(), profiled)

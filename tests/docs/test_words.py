@@ -28,6 +28,19 @@ AVOIDED = {
     r"moved to the host": "offloaded",
     r"exchange between experts": "expert all-to-all",
 }
+# Names in the code that stand for the field's terms.
+AVOIDED_NAMES = {
+    r"dice": "rng",
+    r"blame": "predecessor, of the critical path",
+    r"hops?|forward_hop|backward_hop": "latency, p2p",
+    r"stock": "upstream",
+    r"cuts_vocabulary|Cut(?:Output|Embedding|Vocabulary)": "vocabulary parallel",
+    r"overlaps_exchange|with_exchange": "all-to-all",
+    r"is_joined|joined_flags": "paired",
+    r"told_\w+|\w+_told|said_of_\w+": "a verb that is what the function does",
+    r"class (?:Take|Broken|Desk|Meeting|Concerned|Served)": "receive, violation, rendezvous, scope",
+}
+PACKAGES = sorted(path for path in ROOT.glob("megatron_zb*") if path.is_dir())
 # Reasons that the package prints for refusals, which docs/support.md lists as they are.
 TERMS = """
 1F1B, activation memory, allocator, autograd, bit-identical, bubble, checkpoint, chunk,
@@ -61,6 +74,17 @@ def avoided(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_has_no_word_that_stands_for_a_term(page: Path) -> None:
     assert avoided(prose(page.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_code_has_no_name_that_stands_for_a_term(package: Path) -> None:
+    found = []
+    for file in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".js")):
+        source = file.read_text(encoding="utf-8")
+        for names, instead in AVOIDED_NAMES.items():
+            hits = {hit[0] for hit in re.finditer(rf"\b(?:{names})\b", source)}
+            found += [f"{file.relative_to(ROOT)}: {hit}: write '{instead}'" for hit in hits]
+    assert PACKAGES and found == []
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Priorities(NamedTuple):
     ``score`` holds, for the kinds F0.., B0.., W: bias, slope along the ranks, bias once all F of
     chunk 0 are out; then the weight of waiting inputs, of pending W, and the number of pending W
     that forces one.
-    ``rank_bias[r * kinds + k]`` is added to the score of the k-th of these kinds on rank r alone.
+    ``rank_bias[r * kinds + k]`` is added to the score of the k-th of these kinds, only on rank r.
     A run ends as soon as its makespan will certainly be above ``bound``.
     """
 

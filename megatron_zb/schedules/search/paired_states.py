@@ -67,7 +67,7 @@ def _mixed_orders(name: str, problem: Problem, effort: Effort) -> Iterator[Sched
 
 
 class _PairedStateRunner(StateRunner):
-    """Runner on orders of F, B and W whose flags tell what is paired, and what has an R."""
+    """Runner on orders of F, B and W whose flags mark pairs and passes with an R."""
 
     def __init__(self, problem: Problem, effort: Effort) -> None:
         super().__init__(problem, effort)

@@ -3,7 +3,7 @@
 As in *PipeOffload* (arXiv 2503.01328), units that are held longest are moved first. Both ends of a
 move have their place in the order, so that memory is kept whatever a copy takes. Then passes trade
 places, and units change their state. Every candidate is simulated as a whole, which is for small
-problems; the effort is counted from sizes alone, so that every rank of a job finds the same.
+problems; the effort is counted only from sizes, so that every rank of a job finds the same.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class PriorityWeights:
 
     ``bias``, ``slope`` and ``late`` have one entry for F of each chunk, B of each chunk, and W.
     ``shift[r * chunks + c]`` is added to the quota of chunk c on rank r, ``rank_bias[r * kinds +
-    k]`` to the score of the k-th of these entries on rank r alone, in mean passes.
+    k]`` to the score of the k-th of these entries, only on rank r, in mean passes.
     """
 
     bias: tuple[float, ...]

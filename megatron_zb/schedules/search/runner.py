@@ -1,6 +1,6 @@
 """Runs of the search's inner loops on one problem, and how many there is time for.
 
-The effort for so many seconds follows from counts alone, so that every rank of a job agrees.
+The effort for so many seconds follows only from counts, so that every rank of a job agrees.
 """
 
 from __future__ import annotations
