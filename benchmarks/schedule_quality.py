@@ -7,9 +7,9 @@ Five parts, each printed as a table:
            installed torch.distributed.pipelining in our own simulator
   unequal  costs that differ between stages, ranks and links: built from the real costs against
            built from their median, both timed at the real ones
-  parts    what each idea brings: four chunks, BW where it is free, memory that B frees time
-  seconds to generate, lowering and the proof against deadlock included states   `auto` in every
-  cell again where activations may be recomputed or offloaded to the host, beside
+  parts    what each idea brings: four chunks, BW where it is free, memory that B frees
+  time     seconds to generate, lowering and the proof against deadlock included
+  states   `auto` in every cell again with recomputation and offload, beside
            the makespans of --kept, which are those of an earlier grid; hours, so only where --parts
            names it
 

@@ -20,12 +20,12 @@ class Timeline:
 
     Times in seconds from the first start; both passes of a pair have those of the pair.
     ``bubble_rate`` is the share of the ranks' time, from the first start to the last end anywhere,
-    in which they run nothing.
-    ``peak_activation[r]`` counts microbatches of a whole rank (every F holds 1/chunks of one until
-    its W or BW ends, or its R instead where it has one; every T one until its S ends);
-    ``peak_memory[r]`` is in the unit of ``costs.activation`` and lets B free its share.
-    ``copies[r]`` are those of the rank's offloaded unit, in the order in which they were asked for;
-    empty if there are none. ``peak_host[r]`` is what the host holds of them, in the same unit.
+    in which they run nothing. ``peak_activation[r]`` counts microbatches of a whole rank (every F
+    holds 1/chunks of one until its W or BW ends, or its R instead where it has one; every T one
+    until its S ends); ``peak_memory[r]`` is in the unit of ``costs.activation`` and lets B free its
+    share. ``copies[r]`` are those of the rank's offloaded units, in the order in which they were
+    asked for; empty if there are none. ``peak_host[r]`` is what the host holds of them, in the same
+    unit.
     """
 
     schedule: Schedule

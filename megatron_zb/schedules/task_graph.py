@@ -36,7 +36,7 @@ class CopyEngines:
     """The two copy engines of a rank, or the one that both directions share.
 
     Each engine copies what it is given in turn: out of the device in the order of F, into it in the
-    order of H. What a pass of a offloaded unit waits for follows from the passes of its own rank
+    order of H. What a pass of an offloaded unit waits for follows from the passes of its own rank
     alone.
     """
 
@@ -47,11 +47,11 @@ class CopyEngines:
         self.copies: list[Copy] = []
 
     def awaited_by(self, kind: Kind, p: Pass) -> float:
-        """Return when the copy ends that a pass of a offloaded unit waits for, 0 if for none."""
+        """Return when the copy ends that a pass of an offloaded unit waits for, 0 if for none."""
         return 0.0 if kind.awaits is None else self._ended[kind.awaits, p.stage, p.microbatch]
 
     def follow(self, kind: Kind, p: Pass, end: float) -> None:
-        """Start the copy that follows a pass of a offloaded unit, which has ended."""
+        """Start the copy that follows a pass of an offloaded unit, which has ended."""
         if kind.moves is not None:
             self._copy(p, end, kind.moves)
 

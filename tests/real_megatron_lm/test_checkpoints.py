@@ -50,7 +50,7 @@ def test_a_checkpoint_of_v_half_goes_on_anywhere(
     check_equal(run, v_half)
 
 
-def test_a_upstream_checkpoint_goes_on_at_another_size(
+def test_an_upstream_checkpoint_goes_on_at_another_size(
     checkout: Path, upstream_checkpoint: Path, upstream: Logged
 ) -> None:
     flags = f"--pipeline-model-parallel-size 2 {V_HALF} --load {upstream_checkpoint}"

@@ -47,7 +47,7 @@ def start(
     return Start(flags, folder, upstream, shards)
 
 
-def test_shards_of_a_upstream_checkpoint_log_what_upstream_logs(start: Start) -> None:
+def test_shards_of_an_upstream_checkpoint_log_what_upstream_logs(start: Start) -> None:
     check_near(start.shards, start.upstream)
 
 

@@ -157,7 +157,7 @@ class _Line:
         return line
 
     def _after(self, p: Pass, moved: set[tuple[int, int]]) -> float:
-        """Return what a pass leaves on the device, if the copies of offloaded unit have ended."""
+        """Return what a pass leaves on the device, if the copies of offloaded units have ended."""
         is_moved = p.kind is PassKind.F and _unit(p) in moved
         return self._change[p] - self._size[_unit(p)] * is_moved
 
