@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Activations made again, or offloaded: how much time a step takes, at which memory.
+"""Recomputation and offload: seconds of a step by memory limit, simulated.
 
 Per microbatch and rank F, B and W take 1, 1.2 and 0.8, a message 0.05; the input of a stage takes
 --kept of a microbatch on a rank. For each memory limit, `auto` with every activation kept, and with
-the choice to drop some; for each limit of --offload-limits, with the choice to move some to the
-host, each way in --copy of its passes' time. Beside it, 1F1B in which all layers are recomputed, as
+recomputation; for each limit of --offload-limits, with offload, each copy in --copy of the time of
+its passes. Beside it, 1F1B in which all layers are recomputed, as
 Megatron does with --recompute-granularity full: B takes F longer, and a rank holds inputs and one
 activation. The loss is what a step takes longer than its passes without recomputation. Bounds are
 those of the placement at the limit. Everything is simulated.

@@ -25,10 +25,10 @@ from megatron_zb_plan.work import PassSeconds, Workload
 class StageWorkload:
     """A workload cut into the stages of a placement.
 
-    With ``vocabulary_parallel``, output layer and embedding are vocabulary parallel over all
-    ranks: the shard of rank r then counts as stage S + r where bytes are listed by stage. With
-    ``overlaps_all_to_all``, pairs may hide the expert all-to-all. With ``drops``,
-    the schedule may drop activations and make them again, with ``moves`` move them to the host.
+    With ``vocabulary_parallel``, output layer and embedding are vocabulary parallel over all ranks:
+    the shard of rank r then counts as stage S + r where bytes are listed by stage. With
+    ``overlaps_all_to_all``, pairs may hide the expert all-to-all. With ``drops``, the schedule may
+    recompute activations, with ``moves`` offload them.
     """
 
     load: Workload

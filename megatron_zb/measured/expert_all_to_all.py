@@ -19,7 +19,7 @@ from megatron_zb.schedules import Costs
 from megatron_zb.schedules.costs import PAIR_LOSS
 
 ALL_TO_ALL = 0.5
-"""Expert all-to-all of a forward, or a backward, as a share of the rest of a forward: a guess."""
+"""Assumed expert all-to-all of a pass, as a share of the rest of a forward, until measured."""
 
 _ROUNDS = 100
 _MOST = 0.9  # share of a pass: it computes, too

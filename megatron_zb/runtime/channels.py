@@ -336,6 +336,7 @@ class ShapedChannels:
 
     def __init__(self, channels: Channels, headers: Channels, num_stages: int) -> None:
         self._channels, self._headers = channels, headers
+        headers.until_taken = self._until_taken
         self._num_stages = num_stages
         self._of_activations: dict[tuple[Channel, int, int], list[int]] = {}
 
@@ -369,6 +370,10 @@ class ShapedChannels:
         elif known != shape:
             raise RuntimeError(f"{message} has the shape {shape}, but its activation {known}")
         self._channels.send(channel, tensor, slots)
+
+    def _until_taken(self, channel: Channel) -> AbstractContextManager[Any]:
+        """Return the context of the messages' channels, which may have been set after this."""
+        return self._channels.until_taken(channel)
 
     def _remember(self, channel: Channel, message: Message | None, shape: list[int]) -> None:
         """Remember the shape of an activation on both its ranks, for the gradient that returns."""

@@ -92,7 +92,7 @@ class Schedule:
         return replace(self, ranks=ranks, forward_only=True, pairs=frozenset())
 
     def without_pairs(self) -> Schedule:
-        """Return the same order with every pass by itself: an F before what it was paired with."""
+        """Return the same order without pairs: an F runs right before the backward of its pair."""
         return replace(self, pairs=frozenset())
 
     def pair_at(self, rank: int, position: int) -> Pair | None:

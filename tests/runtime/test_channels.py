@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,15 +54,20 @@ def test_a_send_beyond_the_slots_waits_for_the_oldest() -> None:
     assert channels.notes[-2:] == ["wait 2", "wait 3"]
 
 
-def test_a_wait_for_the_reader_of_a_send_is_seen_and_no_other_send_is() -> None:
-    channels = Noted()
+def seen_in(channels: Noted) -> Callable[[Channel], AbstractContextManager[None]]:
+    """A context that notes for whom the channels wait."""
 
     @contextmanager
     def seen(channel: Channel) -> Iterator[None]:
         channels.notes.append(f"until {channel.target} takes")
         yield
 
-    channels.until_taken = seen
+    return seen
+
+
+def test_a_wait_for_the_reader_of_a_send_is_seen_and_no_other_send_is() -> None:
+    channels = Noted()
+    channels.until_taken = seen_in(channels)
     for _ in range(3):
         channels.send(THERE, torch.zeros(2), slots=2)
     assert channels.notes == ["send 0", "send 1", "until 1 takes", "wait 0", "send 2"]
@@ -73,6 +78,14 @@ def test_a_wait_for_the_reader_of_a_send_is_seen_and_no_other_send_is() -> None:
         channels.send(THERE, torch.zeros(2), slots=1)
         channels.finish()
     assert channels.notes[8:] == ["send 3", "wait 3"]
+
+
+def test_a_wait_for_the_reader_of_a_header_is_seen() -> None:
+    channels, messages, headers = shaped()
+    messages.until_taken = seen_in(headers)  # as the watchdog sets it, after the step has begun
+    for microbatch in range(2):
+        channels.send(THERE, torch.zeros(3), 1, Message(False, 1, microbatch))
+    assert headers.notes == ["send 0", "until 1 takes", "wait 0", "send 1", "until 1 takes"]
 
 
 def test_sends_that_have_been_taken_are_forgotten_between_passes() -> None:
