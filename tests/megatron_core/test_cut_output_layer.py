@@ -280,21 +280,6 @@ def test_the_watchdog_tells_what_a_rank_waits_for(
     assert f"waits for {waits}, microbatch j, {source}" in said[1 - rank]
 
 
-LENGTHS = GPTCase(lengths=(8, 16), options=(("moe_token_dispatcher_type", "alltoall"),))
-
-
-@pytest.mark.parametrize("case", [GPTCase(), LENGTHS], ids=["", "lengths"])
-def test_the_watchdog_tells_that_a_rank_waits_for_a_late_reader(
-    ranks: RankPools, case: GPTCase
-) -> None:
-    """Where messages have other lengths, it waits for the reader of a header."""
-    held_up: dict[str, Any] = {"kind": PassKind.F, "rank": 1, "count": 4}
-    said = ranks(4).run(words_while_held_up, case=case, **held_up)
-    assert "is in F of stage 1, microbatch j" in said[1]
-    reader = "pipeline rank 1 in schedule order"
-    assert f"waits until {reader} takes what it has sent" in said[0]
-
-
 def refusal_of_post_validation(case: GPTCase) -> str:
     case = replace(case, vocabulary=True)
     with gpt_cases.built(case, "v-half", 4) as (adapter, chunks):

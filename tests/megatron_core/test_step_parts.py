@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from ranks import RankPools
 
@@ -19,6 +21,8 @@ from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.post_validation import PostValidationPart
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart
+from megatron_zb.runtime.channels import Channels
+from megatron_zb.schedules.passes import Channel
 from megatron_zb.schedules.placement import looped
 
 PHYSICAL = PhysicalPlacement(looped(2))
@@ -130,3 +134,36 @@ def test_hooks_are_called_in_the_order_of_the_list_and_after_a_step_in_reverse(
             *("before a", "before b", "enter a", "enter b", f"wrap {rank} a", f"wrap {rank} b"),
             *("leave b", "leave a", "after b", "after a", "close b", "close a"),
         ]
+
+
+def said_in_sends(case: GPTCase) -> set[str]:
+    """What the watchdog would report where this rank waits for readers, which are all late."""
+    said, isend = set[str](), Channels._isend
+    with built(case, "v-half", 4) as (adapter, chunks):
+        assert adapter is not None
+
+        def late(self: Channels, channel: Channel, tensor: torch.Tensor) -> Any:
+            work = isend(self, channel, tensor)
+
+            def wait() -> None:
+                said.add(adapter.part(WatchPart).progress.state().doing)
+                work.wait()
+
+            return SimpleNamespace(is_completed=lambda: False, wait=wait)
+
+        with mock.patch.object(Channels, "_isend", late):
+            data = [microbatches(case, 4) for _ in chunks]
+            forward_backward(adapter.forward_backward_func, chunks, data, 4)
+    return {doing for doing in said if "between two steps" not in doing}  # channels are connected
+
+
+LENGTHS = GPTCase(lengths=(8, 16), options=(("moe_token_dispatcher_type", "alltoall"),))
+
+
+@pytest.mark.parametrize("case", [GPTCase(), LENGTHS], ids=["", "lengths"])
+def test_a_rank_that_waits_for_a_late_reader_says_so(ranks: RankPools, case: GPTCase) -> None:
+    """Where messages have other lengths, it waits for the reader of a header, too."""
+    for rank, said in enumerate(ranks(2).run(said_in_sends, case=case)):
+        (doing,) = said
+        assert doing.startswith("waits until pipeline rank ")
+        assert doing.endswith(" in schedule order takes what it has sent"), rank
