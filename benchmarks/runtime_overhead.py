@@ -11,7 +11,7 @@ With --exchange, F and B also exchange tokens between experts: they sleep for th
 its own. Schedules are built with pairs then, whose one side computes while the other exchanges, and
 every order also runs without its pairs.
 
-With --memory-limit, --recompute and --offload, schedules drop activations and make them again, or
+With --memory-limit, --recompute and --offload, schedules recompute activations, or
 move them to the host: threads sleep for the copies.
 
 With --watchdog it compares something else: steps that a watchdog and its progress observer look at
@@ -90,13 +90,16 @@ def _arguments() -> argparse.Namespace:
         "--memory-limit", type=float, metavar="X", help="as a fraction of 1F1B's (default: none)"
     )
     parser.add_argument(
-        "--recompute", type=float, metavar="X", help="let it drop activations: X is a stage's input"
+        "--recompute",
+        type=float,
+        metavar="X",
+        help="let it recompute: X is a stage's input",
     )
     parser.add_argument(
         "--offload",
         type=float,
         metavar="SHARE",
-        help="let it move activations to the host, each way in a share of F, B and W",
+        help="let it offload activations, each way in a share of F, B and W",
     )
     parser.add_argument("--schedules", nargs="*", default=schedules.names(), metavar="NAME")
     parser.add_argument(

@@ -32,7 +32,7 @@ KINDS = ("pairs", "R", "DH", "R+DH", "vocabulary", "embedding", "stages", "lengt
 _STATES = ("R", "DH", "R+DH")
 _WITH_STATES = ["v-zb", "v-half", "v-min", "zb-1p", "zb-2p"]
 _WITH_OTHERS = ["zb-1p", "v-zb", "v-half", "v-min", "dualpipe-v", "wave", "zb-h1", "interleaved"]
-_SECONDS = {"NAMED_SECONDS": 0.1, "STATE_SECONDS": 1.0, "_PAIR_SECONDS": 0.3}
+_SECONDS = {"NAMED_SECONDS": 0.1, "RECOMPUTE_SECONDS": 1.0, "_PAIR_SECONDS": 0.3}
 _AUTO_EVERY = 50  # requests: it searches for seconds
 
 

@@ -460,7 +460,7 @@ def _with_states(cell: Cell, kept: float, seconds: float) -> StateCell:
     costs = _costs(cell.pipeline_size, cell.costs).with_recomputation(kept_input=KEPT_INPUT)
     costs = costs.with_offload(seconds=COPY * sum(cell.costs[:3]))
     start = time.perf_counter()
-    with patch.object(placement_search, "STATE_SECONDS", seconds):
+    with patch.object(placement_search, "RECOMPUTE_SECONDS", seconds):
         found = schedules.build(
             "auto",
             pipeline_size=cell.pipeline_size,

@@ -98,7 +98,7 @@ def layer_held(load: Workload, index: int) -> ActivationBytes:
 
 
 def _dropped(load: Workload, index: int, scores: float) -> float:
-    """Count the bytes of a microbatch that selective recomputation drops in one layer."""
+    """Count the bytes of a microbatch that selective recomputation discards in one layer."""
     model, share = load.model, load.tokens / load.strategy.tensor
     of_token = recomputed(model, index, load.strategy.recompute)
     width = 2 if load.strategy.precision == "bf16" else 1

@@ -181,8 +181,8 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
         "none,moe_act+layernorm",
     )
     for flag, what in (
-        ("--pipeline-recompute", "drop activations and compute them again"),
-        ("--pipeline-offload", "move activations to the host and back"),
+        ("--pipeline-recompute", "recompute activations"),
+        ("--pipeline-offload", "offload activations to the host"),
     ):
         group.add_argument(
             flag,

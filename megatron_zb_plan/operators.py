@@ -207,7 +207,7 @@ def modules_of(recompute: str) -> tuple[str, ...]:
 
 
 def recomputed(model: ModelConfig, index: int, recompute: str) -> Recomputed:
-    """Return what a layer drops and computes again, unless everything is recomputed."""
+    """Return what selective recomputation recomputes in a layer; None if everything is."""
     parts = [MODULES[name](model, index) for name in modules_of(recompute)]
     return sum(parts, Recomputed())
 

@@ -135,7 +135,7 @@ def worst_rank(staged: StageWorkload, schedule: Schedule, *, snapshot: bool) -> 
     ``snapshot`` keeps a copy of the optimizer's state, with which a step can be taken back.
     """
     ranks = range(staged.placement.pipeline_size)
-    kept = staged.load.message() if staged.drops else 0.0
+    kept = staged.load.message() if staged.recomputes else 0.0
     passes: Sequence[Sequence[Pass]] = schedule.ranks
     if (slicing := staged.slicing) is not None:
         passes = [[*unrolled(rank, slicing)] for rank in passes]
@@ -223,7 +223,7 @@ Build = Callable[[Costs, int], Schedule]
 # and 8p where activations are recomputed or offloaded, since the first microbatches need less of
 # it.
 _MOST_PASSES = 16_000
-_TURNS, _TURNS_OF_STATES = 4, 8
+_TURNS, _MORE_TURNS = 4, 8
 
 
 @dataclass(frozen=True)
@@ -367,7 +367,9 @@ class Ordered:
         more = timeline.schedule.rules.whole_microbatches(timeline.schedule)
         if more == m:
             return seconds, running
-        few = _filling(self.staged) * (_TURNS_OF_STATES // 2 if _has_states(self.staged) else 1)
+        few = _filling(self.staged) * (
+            _MORE_TURNS // 2 if _recomputes_or_offloads(self.staged) else 1
+        )
         shorter = self._simulated(self.build(self.costs, more - few))
         each_runs = (running - _running(self.staged, shorter)) / few
         each = (seconds - shorter.seconds(back_to_back=back_to_back)) / few
@@ -412,7 +414,7 @@ def ordered(
 
     build, schedule = build or by_name, None
     m = iteration.num_microbatches
-    enough = _filling(staged) * (_TURNS_OF_STATES if _has_states(staged) else _TURNS)
+    enough = _filling(staged) * (_MORE_TURNS if _recomputes_or_offloads(staged) else _TURNS)
     if staged.placement.pipeline_size > 1:
         passes = 3 * m * staged.load.strategy.slices * staged.placement.num_stages
         schedule = build(costs, m if passes <= _MOST_PASSES or m <= enough else enough)
@@ -435,9 +437,9 @@ def predict(
     return ordered(staged, candidate, iteration, chunks, build).predicted()
 
 
-def _has_states(staged: StageWorkload) -> bool:
+def _recomputes_or_offloads(staged: StageWorkload) -> bool:
     """Return whether activations may be recomputed or offloaded: more of them later in a step."""
-    return staged.drops or staged.moves
+    return staged.recomputes or staged.offloads
 
 
 def _running(staged: StageWorkload, timeline: Timeline) -> float:
@@ -446,7 +448,7 @@ def _running(staged: StageWorkload, timeline: Timeline) -> float:
     A pair counts once, with the all-to-all that it does not hide; recomputation counts, too; a
     message that stops a rank is no pass.
     """
-    if staged.overlaps_all_to_all or staged.drops:
+    if staged.overlaps_all_to_all or staged.recomputes:
         return (1 - timeline.bubble_rate) * timeline.makespan
     schedule, p = timeline.schedule, staged.placement.pipeline_size
     work = sum(staged.rank_work(r).total for r in range(p)) / p

@@ -127,10 +127,10 @@ def vocabulary(plan: Plan) -> str:
     return f"{named}, the most promising, is {how}: that is not worth a change"
 
 
-def activation_states(plan: Plan) -> str | None:
+def recompute_or_offload_gain(plan: Plan) -> str | None:
     """Return the gain of recomputation or offload, in one sentence; None if not requested."""
-    job, row, kept = plan.job, plan.with_states, plan.all_kept
-    if not (job.drops or job.moves):
+    job, row, kept = plan.job, plan.recompute_or_offload, plan.all_kept
+    if not (job.recomputes or job.offloads):
         return None
     if row is None:
         return "no setting with recomputation or offload by the schedule can be ahead here"

@@ -122,8 +122,8 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
         post_validation=arguments.post_validation,
         snapshot=arguments.snapshot,
         vocabulary=arguments.vocabulary or "auto",
-        drops=arguments.pipeline_recompute == "auto",
-        moves=_may_move(arguments, device),
+        recomputes=arguments.pipeline_recompute == "auto",
+        offloads=_may_offload(arguments, device),
         frozen=arguments.lora is not None,
     )
     _whole("--tries", arguments.tries, 3)
@@ -251,7 +251,7 @@ def _check_precision(precision: str, device: DeviceConfig) -> str:
     return precision
 
 
-def _may_move(arguments: argparse.Namespace, device: DeviceConfig) -> bool:
+def _may_offload(arguments: argparse.Namespace, device: DeviceConfig) -> bool:
     if arguments.pipeline_offload != "auto":
         return False
     if device.host is None:

@@ -46,8 +46,8 @@ _WORTH_A_SEARCH = 1.001
 # Most memory limits to search an order within.
 _LIMITS = 3
 # Most settings to search with recomputation or offload, and most forwards of one.
-_SEARCHES_OF_STATES = 2
-_FORWARDS_WITH_STATES = 1100
+_MORE_SEARCHES = 2
+_MOST_FORWARDS = 1100
 
 Watch = Callable[[str, int, int], None]
 _Step = tuple[str, Callable[[], None]]
@@ -169,7 +169,7 @@ class Plan:
         simulated: number of settings whose schedule was built.
         without_cut: for each row with vocabulary parallelism, the best setting without.
         cut: the best with vocabulary parallelism, in the table or not.
-        with_states: the best that recomputes or offloads activations.
+        recompute_or_offload: the best that recomputes or offloads activations.
         all_kept: the best of ``auto`` that does neither.
     """
 
@@ -181,7 +181,7 @@ class Plan:
     simulated: int
     without_cut: dict[str, Prediction] = field(default_factory=dict)
     cut: Prediction | None = None
-    with_states: Prediction | None = None
+    recompute_or_offload: Prediction | None = None
     all_kept: Prediction | None = None
 
 
@@ -381,7 +381,7 @@ class _CountedSearch(PlanSearch):
         self.settings = self.simulated = 0
         self.without_cut: dict[str, Prediction] = {}
         self.cut: Prediction | None = None
-        self.with_states: Prediction | None = None
+        self.recompute_or_offload: Prediction | None = None
         self.all_kept: Prediction | None = None
 
     def plan(self) -> Plan:
@@ -409,7 +409,7 @@ class _CountedSearch(PlanSearch):
             simulated=self.simulated,
             without_cut=of_asked(self.without_cut),
             cut=self.cut,
-            with_states=self.with_states,
+            recompute_or_offload=self.recompute_or_offload,
             all_kept=self.all_kept,
         )
 
@@ -509,20 +509,20 @@ class _CountedSearch(PlanSearch):
                 break
             self.simulated += 1
             best = _fastest(filter(None, (best, next(found))))
-        settings = self._promising_with_states(candidate, best)
+        settings = self._promising_with_recompute_or_offload(candidate, best)
         fitting = [row for row in self.each(searched, settings) if row is not None]
         self.simulated += len(settings)
         known = [best, *(row for row in fitting if not (row.recomputed or row.offloaded))]
         best = _fastest(filter(None, known))
-        with_states = _fastest(row for row in fitting if row.recomputed or row.offloaded)
+        freed = _fastest(row for row in fitting if row.recomputed or row.offloaded)
         self.all_kept = _fastest(filter(None, (self.all_kept, best)))
-        self.with_states = _fastest(filter(None, (self.with_states, with_states)))
-        if with_states is not None:
+        self.recompute_or_offload = _fastest(filter(None, (self.recompute_or_offload, freed)))
+        if freed is not None:
             enough = best.tokens_per_gpu * (1 + WORTH_A_CHANGE) if best else 0.0
-            best = with_states if with_states.tokens_per_gpu > enough else best
+            best = freed if freed.tokens_per_gpu > enough else best
         self._enter(candidate.name, best, None, bool(self.tried))
 
-    def _promising_with_states(
+    def _promising_with_recompute_or_offload(
         self, candidate: ScheduleCandidate, best: Prediction | None
     ) -> list[tuple[float, StageWorkload, int]]:
         """Return the most promising settings for recomputation or offload.
@@ -531,27 +531,27 @@ class _CountedSearch(PlanSearch):
         offloaded.
         """
         job = self.job
-        if not (job.drops or job.moves) or candidate.vocabulary_parallel:  # training refuses both
+        if not (job.recomputes or job.offloads) or candidate.vocabulary_parallel:  # refused
             return []
         near = [(staged, m) for _, staged, m in self._promising(candidate)]
-        far = self.looking.settings.if_dropped(candidate)
+        far = self.looking.settings.if_recomputed(candidate)
         enough = best.tokens_per_gpu * (1 + WORTH_A_CHANGE) if best else 0.0
         found = []
         for settings in (near, far):
-            entries = [self._with_states(candidate, *setting) for setting in settings]
+            entries = [self._with_recompute_or_offload(candidate, *setting) for setting in settings]
             able = [entry for entry in entries if entry is not None and entry[0] >= enough]
             ordered = able if settings is far else sorted(able, key=lambda entry: -entry[0])
-            found += ordered[:_SEARCHES_OF_STATES]
+            found += ordered[:_MORE_SEARCHES]
         return found
 
-    def _with_states(
+    def _with_recompute_or_offload(
         self, candidate: ScheduleCandidate, kept: StageWorkload, m: int
     ) -> tuple[float, StageWorkload, int] | None:
         """Return a setting with recomputation or offload, and its bound; None if it has neither."""
-        drops = self.job.drops and kept.load.strategy.recompute != "full"  # it drops them already
-        staged = replace(kept, drops=drops, moves=self.job.moves)
-        is_large = not candidate.is_sliced and m * kept.placement.num_stages > _FORWARDS_WITH_STATES
-        if not (drops or self.job.moves) or is_large:
+        recomputes = self.job.recomputes and kept.load.strategy.recompute != "full"
+        staged = replace(kept, recomputes=recomputes, offloads=self.job.offloads)
+        is_large = not candidate.is_sliced and m * kept.placement.num_stages > _MOST_FORWARDS
+        if not (recomputes or self.job.offloads) or is_large:
             return None
         return self.job.optimistic(staged, m), staged, m
 

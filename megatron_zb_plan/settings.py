@@ -176,7 +176,7 @@ SLACK = 1.1
 # Settings of each schedule whose layouts refine the formula before some are simulated.
 _REFINED = 40
 # Settings that fit only without activations whose layouts are looked for.
-_DROPPED = 4
+_OF_RECOMPUTE = 4
 # Relative difference of rates by formula that decides nothing between numbers of chunks.
 _TIE = 0.002
 # Largest memory limit of auto, as a fraction of 1F1B's activations.
@@ -190,8 +190,8 @@ class PlanJob:
     With ``post_validation``, schedules are built for iterations back to back, unless
     ``back_to_back`` is False. ``vocabulary`` parallelism over the pipeline ranks is in every
     schedule of this package ("on"), in none ("off"), or where a schedule is faster by more than
-    the error of predictions ("auto"). ``drops`` allows ``auto`` to recompute activations, and
-    ``moves`` to offload them to the host. Of a ``frozen`` model only adapters are trained.
+    the error of predictions ("auto"). ``recomputes`` allows ``auto`` to recompute activations, and
+    ``offloads`` to offload them to the host. Of a ``frozen`` model only adapters are trained.
     """
 
     model: ModelConfig
@@ -205,8 +205,8 @@ class PlanJob:
     back_to_back: bool = True
     snapshot: bool = False
     vocabulary: str = "auto"
-    drops: bool = False
-    moves: bool = False
+    recomputes: bool = False
+    offloads: bool = False
     frozen: bool = False
 
     @property
@@ -259,7 +259,7 @@ class PlanJob:
             seconds = bound(staged.placement, m, costs.for_placement(staged.placement), left)
         else:
             table = slicing.costs(costs, m).for_placement(staged.placement)
-            if table.has_states:  # memory bounds no time
+            if table.recomputes_or_offloads:  # memory bounds no time
                 left = [math.inf] * len(left)
             seconds = sliced_bound(staged.placement, table, left, slicing.slices, joined=False)
         seconds += at_least(staged, post_validation=self.post_validation)
@@ -281,7 +281,7 @@ class PlanJob:
         in_backward = max(held.in_backward for held in staged.held_by_slices)
         snapshots = [staged.states[r].optimizer if self.snapshot else 0.0 for r in ranks]
         left = min(self.memory - costs.fixed[r] - snapshots[r] for r in ranks) - in_backward - less
-        steps = 1000 if staged.drops or staged.moves or staged.slicing else 100
+        steps = 1000 if staged.recomputes or staged.offloads or staged.slicing else 100
         limit = math.floor(steps * left / costs.one_f_one_b_peak()) / steps
         return min(limit, _MOST_FRACTION) if limit > 0 else None
 
@@ -358,7 +358,7 @@ class CountedSettings:
         found = (setting for split in splits for setting in self._of_split(split, candidate))
         return sorted(found, key=lambda setting: -setting.rate)
 
-    def if_dropped(self, candidate: ScheduleCandidate) -> list[tuple[StageWorkload, int]]:
+    def if_recomputed(self, candidate: ScheduleCandidate) -> list[tuple[StageWorkload, int]]:
         """Return the workloads and microbatches of ``auto`` that fit only without activations.
 
         The fastest are first by a formula in which forwards of the share that does not fit run
@@ -375,7 +375,7 @@ class CountedSettings:
                     again = share * setting.m * split.rank.forward
                     found.append(replace(setting, seconds=setting.seconds + again))
         found.sort(key=lambda setting: -setting.rate)
-        cut = ((setting.staged(), setting.m) for setting in found[:_DROPPED])
+        cut = ((setting.staged(), setting.m) for setting in found[:_OF_RECOMPUTE])
         return [(staged[0], m) for staged, m in cut if staged]
 
     def _of_split(self, split: EvenSplit, candidate: ScheduleCandidate) -> Iterator[CountedSetting]:

@@ -27,8 +27,8 @@ class StageWorkload:
 
     With ``vocabulary_parallel``, output layer and embedding are vocabulary parallel over all ranks:
     the shard of rank r then counts as stage S + r where bytes are listed by stage. With
-    ``overlaps_all_to_all``, pairs may hide the expert all-to-all. With ``drops``, the schedule may
-    recompute activations, with ``moves`` offload them.
+    ``overlaps_all_to_all``, pairs may hide the expert all-to-all. With ``recomputes``, the schedule
+    may recompute activations, with ``offloads`` offload them.
     """
 
     load: Workload
@@ -36,8 +36,8 @@ class StageWorkload:
     layout: Layout
     vocabulary_parallel: bool = False
     overlaps_all_to_all: bool = False
-    drops: bool = False
-    moves: bool = False
+    recomputes: bool = False
+    offloads: bool = False
 
     @property
     def shard(self) -> CountedShard | None:
@@ -222,13 +222,13 @@ class StageWorkload:
             )
         if self.shard is not None:
             return self._with_shards(costs, self.shard)
-        return self._with_states(costs)
+        return self._with_recompute_or_offload(costs)
 
-    def _with_states(self, costs: Costs) -> Costs:
-        if self.drops:
+    def _with_recompute_or_offload(self, costs: Costs) -> Costs:
+        if self.recomputes:
             message = self.load.message() / self.load.largest_slice  # of a whole microbatch
             costs = costs.with_recomputation(kept_input=message)
-        if self.moves and (host := self.load.device.host) is not None:
+        if self.offloads and (host := self.load.device.host) is not None:
             costs = costs.with_offload(
                 seconds=[host.seconds(held) for held in costs.activation],
                 full_duplex=host.full_duplex,

@@ -14,7 +14,6 @@ from megatron_zb.schedules.layout import placed_pattern
 from megatron_zb_plan.operators import modules_of
 from megatron_zb_plan.prediction import PlanRow, Prediction, RankMemory, overheads
 from megatron_zb_plan.reasons import (
-    activation_states,
     gain_of_cut,
     is_named_too,
     margin,
@@ -22,6 +21,7 @@ from megatron_zb_plan.reasons import (
     reason,
     recommendation,
     recommended,
+    recompute_or_offload_gain,
     vocabulary,
 )
 from megatron_zb_plan.search import Plan
@@ -186,7 +186,7 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
         console.print(text, highlight=False, soft_wrap=True)
     for name, why in plan.nothing_for.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
-    for said in filter(None, (vocabulary(plan), activation_states(plan))):
+    for said in filter(None, (vocabulary(plan), recompute_or_offload_gain(plan))):
         console.print(Text(f" -  {said}"), highlight=False, soft_wrap=True)
     if (beside := _overheads(plan.ranked[0])) is not None:
         console.print(Text(f" -  {beside}"), highlight=False, soft_wrap=True)
@@ -323,7 +323,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "recommendation": recommendation(plan),
         "margin": margin(plan),
         "vocabulary": vocabulary(plan),
-        "activation_states": activation_states(plan),
+        "activation_states": recompute_or_offload_gain(plan),
         "settings": plan.settings,
         "simulated": plan.simulated,
     }

@@ -9,8 +9,8 @@ Counted as :mod:`megatron_zb_plan.work` counts, kernel by kernel of the passes O
 - P, on the last stage's rank, adds the parts of all ranks.
 - The link of that rank carries a message to each of the others and takes one of twice the size from
   each, in every microbatch.
-- E moves the rows of all tokens, and G their gradients; the link of the first stage's rank takes a
-  message from each of the others and carries one to each.
+- E transfers the rows of all tokens, and G their gradients; the link of the first stage's rank
+  takes a message from each of the others and carries one to each.
 - Multi-token prediction does all this once more for each of its layers.
 """
 
@@ -145,7 +145,7 @@ class CountedShard:
 
     @property
     def looked_up(self) -> PassSeconds:
-        """Seconds for which the first stage adds what all have looked up, and drops some of it."""
+        """Seconds in which the first stage adds what all ranks have looked up, discarding some."""
         others = self.load.strategy.pipeline - 1
         added = self.load.moved(_ROW_ADDED * others * self._numbers) + self.load.launches(others)
         return PassSeconds(added) + self.load.embedding_dropout()

@@ -47,8 +47,8 @@ class Settings(ScheduleSettings):
         pipeline_layer_layout: ``auto`` or a file of ``--pipeline-profile`` balances them.
         pipeline_vocabulary: ``on`` cuts output layer and embedding over the pipeline ranks of one
             model, which is then called only with labels; ``auto`` where that is faster.
-        pipeline_recompute: ``auto`` may drop activations and compute them again under the limit.
-        pipeline_offload: ``auto`` may move activations to the host under the limit.
+        pipeline_recompute: ``auto`` may recompute activations to keep the limit.
+        pipeline_offload: ``auto`` may offload activations to the host to keep the limit.
         pipeline_host_limit: the most memory of the host for the activations of any rank, alike.
         pipeline_random_streams: ``rank``, or ``layer`` with a ``seed``.
         seed: of the streams of the layers.

@@ -327,7 +327,7 @@ def _built(arguments: argparse.Namespace) -> schedules.Timeline:
         if arguments.slices is not None:
             raise UsageError(f"{arguments.name} has no slices: leave --slices out")
         return extension.timeline(arguments)
-    _check_states(arguments)
+    _check_recompute_and_offload(arguments)
     costs, slicing = _costs(arguments, arguments.pipeline_size), Slicing.equal(1)
     if arguments.slices is not None:
         slicing = replace(arguments.slices, attention=arguments.attention, kept=KEPT)
@@ -342,7 +342,7 @@ def _built(arguments: argparse.Namespace) -> schedules.Timeline:
     return schedules.simulate(schedule, costs)
 
 
-def _check_states(arguments: argparse.Namespace) -> None:
+def _check_recompute_and_offload(arguments: argparse.Namespace) -> None:
     """Refuse recomputation and offload where a schedule has a fixed order, and an input too large.
 
     Raises:

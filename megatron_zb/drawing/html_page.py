@@ -342,14 +342,14 @@ def _facts(timeline: Timeline, report: Report, costs: Costs) -> dict[str, str]:
         "chunks of a rank": f"{placement.chunks} ({placement.name})",
         "F, B, W of a microbatch on a rank": ", ".join(f"{time:g}" for time in times),
         "transfer between ranks": f"{costs.p2p[0][1]:g}",
-        **_facts_of_states(costs),
+        **_facts_of_recompute_and_offload(costs),
         "makespan": f"{timeline.makespan:.6g}",
         "lower bound": f"{report.lower_bound:.6g}",
         "bubble rate": f"{timeline.bubble_rate:.1%}",
     }
 
 
-def _facts_of_states(costs: Costs) -> dict[str, str]:
+def _facts_of_recompute_and_offload(costs: Costs) -> dict[str, str]:
     facts = {"R": costs.recompute, "a copy to the host": costs.copy}
     return {
         f"{what} of a microbatch on a rank": f"{sum(slices) / costs.pipeline_size:g}"

@@ -43,7 +43,7 @@ def _setting(default: Any = None, *, example: str | None = "v-half", **argument:
 
 
 _ANY_SCHEDULE = f"the schedule: {', '.join(catalog.names())}"
-_STATES = (
+_WHERE_FASTER = (
     ": wherever that is faster under the memory limit (auto), or nowhere (off, the default). "
     "Losses stay the same to the last bit"
 )
@@ -165,13 +165,13 @@ class ScheduleSettings:
     )
     pipeline_recompute: str | None = _setting(
         choices=("auto", "off"),
-        help="whether activations may be dropped after a forward, and computed again by a pass of "
-        f"the schedule before their backward{_STATES}",
+        help="whether activations may be recomputed by a pass of the schedule before "
+        f"their backward, and only their input kept{_WHERE_FASTER}",
     )
     pipeline_offload: str | None = _setting(
         choices=("auto", "off"),
-        help="whether activations may be offloaded after a forward, and back before their "
-        f"backward, beside what is computed{_STATES}",
+        help="whether activations may be offloaded after a forward, and reloaded before their "
+        f"backward, while other passes run{_WHERE_FASTER}",
     )
     pipeline_host_limit: Limit | float | str | None = _setting(  # noqa: RUF009
         type=Limit.parse,
@@ -275,7 +275,7 @@ def parsed(name: str, value: Any, choices: tuple[str | None, ...] | None = None)
     return value
 
 
-_STATE_NAMES = ("pipeline_recompute", "pipeline_offload", "pipeline_host_limit")
+_RECOMPUTE_AND_OFFLOAD = ("pipeline_recompute", "pipeline_offload", "pipeline_host_limit")
 _RUN_NAMES = (
     "pipeline_profile",
     "pipeline_verify",
@@ -293,7 +293,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
         "pipeline_slices",
         "pipeline_layer_layout",
         "pipeline_vocabulary",
-        *_STATE_NAMES,
+        *_RECOMPUTE_AND_OFFLOAD,
         *_RUN_NAMES,
         "enable_optimizer_post_validation",
         "post_validation_snapshot",
@@ -304,7 +304,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
         "num_virtual_stages_per_pipeline_rank",
         *_RUN_NAMES,
         "pipeline_vocabulary",
-        *_STATE_NAMES,
+        *_RECOMPUTE_AND_OFFLOAD,
         "pipeline_layer_layout",
     ),
     DISTILLATION: ("pipeline_timeout", "pipeline_allow_other_data"),

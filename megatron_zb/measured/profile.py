@@ -377,7 +377,7 @@ class Profile(Section):
         return self.stages[-1].layers.count("m")
 
     def with_recomputation(self, costs: Costs) -> Costs:
-        """Return the costs of the stages that ran, with the choice to drop activations.
+        """Return the costs of the stages that ran, with the choice to recompute activations.
 
         R takes what it took in the run, or what F takes there where none has run.
         """
@@ -391,7 +391,7 @@ class Profile(Section):
         return costs.with_recomputation(kept_input=self.message, seconds=seconds)
 
     def with_offload(self, costs: Costs, host_limit: float = math.inf) -> Costs:
-        """Return the costs of the stages that ran, with the choice to move activations to the host.
+        """Return the costs of the stages that ran, with the choice to offload activations.
 
         Args:
             costs: those of the stages, in seconds and bytes.

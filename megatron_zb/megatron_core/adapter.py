@@ -424,7 +424,7 @@ class Chunks:
 
 
 def copy_of(args: argparse.Namespace) -> float | None:
-    """Return what is assumed of copies to the host, None if nothing may be moved there."""
+    """Return what is assumed of copies to the host, None if nothing may be offloaded."""
     if args.pipeline_offload != "auto":
         return None
     if args.hidden_size is None:

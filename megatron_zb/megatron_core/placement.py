@@ -195,7 +195,12 @@ class StartReport:
             f"{placement.chunks} chunks, {sizes}, expected "
             f"bubble {100 * self.bubble_rate:.1f} % at {self._known_costs()}"
         )
-        lines = [*self._ranks(), *([str(balance)] if balance else ()), *self._states(), *more]
+        lines = [
+            *self._ranks(),
+            *([str(balance)] if balance else ()),
+            *self._describe_passes(),
+            *more,
+        ]
         return "\n".join([head, *(f"  {line}" for line in lines)])
 
     def _ranks(self) -> Iterator[str]:
@@ -223,7 +228,7 @@ class StartReport:
             parts += ["output layer"] * ("L" in letters[stage])
         return f"stage {stage} ({', '.join(parts) or 'empty'})"
 
-    def _states(self) -> Iterator[str]:
+    def _describe_passes(self) -> Iterator[str]:
         """Describe the pairs of passes, and the recomputed and offloaded activations."""
         schedule, costs = self.schedule, self.costs
         forwards = schedule.num_microbatches * schedule.placement.num_stages

@@ -19,7 +19,7 @@ from megatron_zb.megatron_core.random_streams import (
 )
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.step import Step, StepPart, device, timed
-from megatron_zb.runtime.activation_memory import HostCopyEngines, HostMemory, MovedActivations
+from megatron_zb.runtime.activation_memory import HostCopyEngines, HostMemory, OffloadedActivations
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.observer import NOTHING
 
@@ -217,5 +217,5 @@ class OffloadPart(StepPart):
             chunk = step.model[stage.chunk]
             buffers = torch.nn.Module.buffers(chunk)  # Megatron's own wrappers have others
             staying = [*chunk.parameters(), *buffers]
-            stage.moves = MovedActivations(self.host, staying, stage.staying)
-            stage.moves.activation_memory = step.memory
+            stage.offload = OffloadedActivations(self.host, staying, stage.staying)
+            stage.offload.activation_memory = step.memory

@@ -253,7 +253,7 @@ class _Unit:
         self.wait: Wait | None = None
 
     def choose(self, host: HostMemory) -> None:
-        """Choose what is moved, and take memory of the host for it.
+        """Choose what is offloaded, and take memory of the host for it.
 
         A storage that the forward has emptied since stays: recomputation will refill it, and a
         backward is to read that.
@@ -288,13 +288,13 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
-class MovedActivations:
+class OffloadedActivations:
     """The activations of one stage that are offloaded.
 
     Args:
         host: the memory of the host, and the engines that copy; one for all stages of a rank.
-        staying: tensors whose storages are never moved: parameters and buffers.
-        also: addresses of further storages that are not moved now; the caller changes it.
+        staying: tensors whose storages are never offloaded: parameters and buffers.
+        also: addresses of further storages that are not offloaded now; the caller changes it.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class MovedActivations:
         """Keep what autograd saves in a forward, by storage.
 
         A storage that an earlier microbatch has saved, too, such as a table of rotary embeddings,
-        stays on the device: its owner keeps it there, so that moving it would free nothing.
+        stays on the device: its owner keeps it there, so that offload would free nothing.
         """
         unit = _Unit()
         self._seen = {at: seen for at, seen in self._seen.items() if not seen.expired()}
@@ -349,7 +349,7 @@ class MovedActivations:
         unit.wait = self._host.engines.begin(copied, to_host=True)
 
     def end_copy_out(self, microbatch: int) -> None:
-        """Wait until what is moved is on the host, and let its memory on the device go."""
+        """Wait until what is offloaded is on the host, and let its memory on the device go."""
         unit = self._units[microbatch]
         _end(unit)
         for storage, _ in unit.offloaded:

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_zb.errors import UsageError
-from megatron_zb.runtime.activation_memory import ActivationMemory, MovedActivations
+from megatron_zb.runtime.activation_memory import ActivationMemory, OffloadedActivations
 
 
 class WeightGradTask(NamedTuple):
@@ -185,12 +185,12 @@ class AutogradStage:
     Only the output's place in the graph is kept, never its data: the data goes with the message
     and is freed when that has been sent, unless an operation saved it for itself. Of microbatches
     in :attr:`recomputed`, F keeps only the input, and R computes the rest again. Of those in
-    :attr:`offloaded`, :attr:`moves` takes what F saves to the host and back.
+    :attr:`offloaded`, :attr:`offload` takes what F saves to the host and back.
     """
 
     recomputed: Collection[int] = ()
     offloaded: Collection[int] = ()
-    moves: MovedActivations | None = None
+    offload: OffloadedActivations | None = None
     staying: Collection[int] = ()
     """Addresses of storages that stay on the device, whatever a forward saves of them."""
 
@@ -215,7 +215,7 @@ class AutogradStage:
         if microbatch in self.recomputed:
             return self._forward_dropped(microbatch, activation)
         if microbatch in self.offloaded:
-            return self._forward_moved(microbatch, activation)
+            return self._forward_offloaded(microbatch, activation)
         if activation is not None and not self._forward_only:
             activation.requires_grad_()
         output = self._compute(microbatch, activation)
@@ -243,29 +243,29 @@ class AutogradStage:
             output = self._compute(microbatch, activation)
         self._live[microbatch] = (activation, self._start_of_backward(output))
 
-    def _forward_moved(
+    def _forward_offloaded(
         self, microbatch: int, activation: torch.Tensor | None
     ) -> torch.Tensor | None:
-        assert self.moves is not None
+        assert self.offload is not None
         if activation is not None:
             activation.requires_grad_()
-        with self.moves.saving(microbatch):
+        with self.offload.saving(microbatch):
             output = self._compute(microbatch, activation)
         self._live[microbatch] = (activation, self._start_of_backward(output))
-        if activation is not None:  # its gradient will have its shape; its data moves, too
+        if activation is not None:  # its gradient will have its shape; its data is offloaded, too
             activation.data = activation.new_empty(1).expand(activation.shape)
-        self.moves.begin_copy_out(microbatch)
+        self.offload.begin_copy_out(microbatch)
         return None if self._is_last else output.detach()
 
     def end_copy_out(self, microbatch: int) -> None:
         """Run D: wait until the copy to the host has ended, and free the copied memory."""
-        assert self.moves is not None
-        self.moves.end_copy_out(microbatch)
+        assert self.offload is not None
+        self.offload.end_copy_out(microbatch)
 
     def begin_copy_in(self, microbatch: int) -> None:
         """Run H: take memory on the device, and begin the copy from the host."""
-        assert self.moves is not None
-        self.moves.begin_copy_in(microbatch)
+        assert self.offload is not None
+        self.offload.begin_copy_in(microbatch)
 
     def _remembering(self, microbatch: int) -> AbstractContextManager[None]:
         """Return the context of a forward that is to run again."""
@@ -278,8 +278,8 @@ class AutogradStage:
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Run BW: from the gradient of the output to that of the input, weights included."""
         activation, start = self._live.pop(microbatch)
-        if self.moves is not None and microbatch in self.offloaded:
-            self.moves.end_copy_in(microbatch)
+        if self.offload is not None and microbatch in self.offloaded:
+            self.offload.end_copy_in(microbatch)
         if start is not None:
             self._run_backward(start, gradient)
         if activation is None:
@@ -306,8 +306,8 @@ class AutogradStage:
                 self._release(activation)
         self._live.clear()
         self._inputs.clear()
-        if self.moves is not None:
-            self.moves.reset()
+        if self.offload is not None:
+            self.offload.reset()
 
     def _start_of_backward(self, output: torch.Tensor) -> Any:
         """Return what the backward of a forward needs, None if it needs no backward."""

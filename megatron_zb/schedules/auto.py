@@ -21,10 +21,10 @@ from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.place_w import fuse_for_free
 from megatron_zb.schedules.search.placement_search import (
     QUICK,
-    orders_to_move,
+    orders_to_offload,
     search_placement,
     with_pairs,
-    with_states,
+    with_recompute_or_offload,
 )
 from megatron_zb.schedules.simulator import simulate
 
@@ -32,7 +32,7 @@ _QUICK_SECONDS = 0.5
 _SECONDS = {"v": 12.0, "wave": 3.0, "custom": 3.0, "looped": 0.5, "loop": 0.4}
 _SECONDS_OF_RESTARTS = 16.0  # estimated with caution: measured, about half
 _SECONDS_OF_PAIRS = 24.0
-_MOST_CHUNKS_OF_STATES = 4
+_MOST_CHUNKS = 4
 _LARGE_LOOP = 24_000  # passes: its order is good as it is, and a search takes long
 _STARTS = 3  # known orders that a search starts from, the fastest ones
 
@@ -156,8 +156,8 @@ def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[fl
     """
     limits = request.limit.per_rank(request.costs)
     assert limits is not None, "auto always has a limit"
-    if request.costs.has_states:
-        return _with_states(placement, request, fastest)
+    if request.costs.recomputes_or_offloads:
+        return _with_recompute_or_offload(placement, request, fastest)
     if _bound(placement, request, limits) >= fastest:
         return []
     alone = replace(request, costs=request.costs.without_communication())
@@ -168,10 +168,10 @@ def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[fl
     return [(request.seconds(simulate(best, request.costs)), best)]
 
 
-def _with_states(
+def _with_recompute_or_offload(
     placement: Placement, request: Request, fastest: float
 ) -> list[tuple[float, Schedule]]:
-    """Return what keeps every activation, and what drops some if that is faster.
+    """Return schedules that keep every activation, and one that does not if it is faster.
 
     Raises:
         UsageError: the limit is below what the placement needs.
@@ -184,22 +184,23 @@ def _with_states(
         refused, found = error, []
     limits = request.limit.per_rank(request.costs)
     assert limits is not None, "auto always has a limit"
-    if placement.chunks > _MOST_CHUNKS_OF_STATES or _bound(placement, request, limits) >= fastest:
+    if placement.chunks > _MOST_CHUNKS or _bound(placement, request, limits) >= fastest:
         if refused is not None:
             raise refused
         return found
-    orders = _orders_of_states(placement, request)
+    orders = _starting_orders(placement, request)
 
     def all_kept() -> Schedule:
         if refused is not None or not found:
             raise refused or UsageError("nothing that keeps every activation is as fast")
         return min(found, key=lambda entry: entry[0])[1]
 
-    states = with_states("auto", placement, request, 2.0 * request.pipeline_size, all_kept, orders)
-    return [*found, (request.seconds(simulate(states, request.costs)), states)]
+    peak = 2.0 * request.pipeline_size
+    best = with_recompute_or_offload("auto", placement, request, peak, all_kept, orders)
+    return [*found, (request.seconds(simulate(best, request.costs)), best)]
 
 
-def _orders_of_states(placement: Placement, request: Request) -> list[Schedule]:
+def _starting_orders(placement: Placement, request: Request) -> list[Schedule]:
     """Return orders of a placement to start from, whatever they hold."""
     p, m = request.pipeline_size, request.num_microbatches
     if _is_loop(placement):
@@ -211,7 +212,7 @@ def _orders_of_states(placement: Placement, request: Request) -> list[Schedule]:
         return [families.one_f_one_b(replace(request, limit=Limit()))]
     if request.costs.copy:
         alone = replace(request, costs=request.costs.with_all_kept())
-        return orders_to_move("auto", placement, alone)
+        return orders_to_offload("auto", placement, alone)
     return []
 
 
@@ -322,10 +323,10 @@ def _quick(request: Request, placement: Placement) -> Schedule:
         UsageError: the limit is below what the placement needs.
     """
     peak = 2.0 * request.pipeline_size
-    if request.costs.has_states:
+    if request.costs.recomputes_or_offloads:
         alone = replace(request, costs=request.costs.with_all_kept())
-        orders = _orders_of_states(placement, request)
-        return with_states(
+        orders = _starting_orders(placement, request)
+        return with_recompute_or_offload(
             "auto", placement, request, peak, lambda: _quick(alone, placement), orders
         )
     known = _split_loops(request, placement) if _is_loop(placement) else []

@@ -25,12 +25,12 @@ def lower_bound(
     that is cut, which may fill these waits, and the time until its first F; and Little's law, by
     which memory times time cannot be less than what all activations take. Communication that a pair
     can hide counts as work where nothing is there to hide it: before the first B, when all F run
-    alone. Where activations can be dropped and recomputed, those are whose memory times time costs
-    the fewest seconds. Where they can be moved, those that hold most for the seconds of their
+    alone. Where activations can be recomputed, those are whose memory times time costs
+    the fewest seconds. Where they can be offloaded, those that hold most for the seconds of their
     copies, as many as the copy engines carry.
     """
-    if costs.has_states:
-        return _bound_of_states(placement, num_microbatches, costs, limit)
+    if costs.recomputes_or_offloads:
+        return _bound_with_recompute_or_offload(placement, num_microbatches, costs, limit)
     usable = usable_limit(placement, num_microbatches, costs, limit)
     rows = _shortest_rows(costs, num_microbatches)
     ends = costs.of(0).shortest(), costs.of(num_microbatches - 1).shortest()
@@ -56,13 +56,13 @@ def period_bound(
     usable = usable_limit(placement, num_microbatches, costs, limit)
     rows = _shortest_rows(costs, num_microbatches)
     hidden = _hidden(rows)
-    if costs.has_states:
+    if costs.recomputes_or_offloads:
         usable = (math.inf,) * placement.pipeline_size
     work = (_whole_work(placement, hidden, rank) for rank in range(placement.pipeline_size))
     return max(*work, *_residencies(placement, rows, usable))
 
 
-def _bound_of_states(
+def _bound_with_recompute_or_offload(
     placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
 ) -> float:
     """Return a lower bound with recomputation and offload: two knapsacks for every rank.
@@ -74,13 +74,13 @@ def _bound_of_states(
     ends = costs.of(0).shortest(), costs.of(num_microbatches - 1).shortest()
     starts, hidden = earliest_starts(placement, costs), _hidden(rows)
     found = 0.0
-    drops, moves = _drops(placement, rows), _moves(placement, rows)
+    recomputes, offloads = _recompute_savings(placement, rows), _offload_savings(placement, rows)
     for rank, kept in enumerate(_residencies(placement, rows, (1.0,) * placement.pipeline_size)):
         found = max(found, _waits(placement, rows, ends, math.inf, rank))
         seconds = starts[rank] + _whole_work(placement, hidden, rank)  # R may fill other waits
 
         def fits(time: float, rank: int = rank, kept: float = kept, work: float = seconds) -> bool:
-            saved = _most_saved(drops[rank], time - work) + _most_saved(moves[rank], time)
+            saved = _most_saved(recomputes[rank], time - work) + _most_saved(offloads[rank], time)
             return kept - saved <= limit[rank] * time
 
         found = max(found, _least_time(seconds, fits))
@@ -124,8 +124,8 @@ def _most_saved(savings: Iterable[_Saving], seconds: float) -> float:
     return total
 
 
-def _drops(placement: Placement, rows: _Rows) -> list[list[_Saving]]:
-    """Return, for every rank, what dropping saves on each of its stages, and the seconds of R."""
+def _recompute_savings(placement: Placement, rows: _Rows) -> list[list[_Saving]]:
+    """Return the memory that R saves on each stage of each rank, and its seconds."""
 
     def saving(row: StageCosts, stage: int, held: float) -> tuple[float, float]:
         again = row.recompute[stage]
@@ -135,8 +135,8 @@ def _drops(placement: Placement, rows: _Rows) -> list[list[_Saving]]:
     return _savings(placement, [it for it in rows if it[1].recompute], saving)
 
 
-def _moves(placement: Placement, rows: _Rows) -> list[list[_Saving]]:
-    """Return, for every rank, what moving saves on each of its stages, and seconds of an engine."""
+def _offload_savings(placement: Placement, rows: _Rows) -> list[list[_Saving]]:
+    """Return the memory that offload saves on each stage of each rank, and an engine's seconds."""
 
     def saving(row: StageCosts, stage: int, held: float) -> tuple[float, float]:
         copy = row.copy[stage]
@@ -184,7 +184,7 @@ def usable_limit(
 
     Limits that differ only in what no schedule could use are the same problem.
     """
-    if costs.has_states:
+    if costs.recomputes_or_offloads:
         return tuple(limit)
     rows = costs.rows(num_microbatches)
     return tuple(

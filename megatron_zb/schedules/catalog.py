@@ -380,7 +380,7 @@ def build(
     if costs.vocabulary is not None:
         costs = costs.with_all_kept()
     elif any(costs.forward_comm):
-        costs = costs.with_none_moved()
+        costs = costs.with_none_offloaded()
     _check_parts(costs)
     searched = costs.folded()
     limit = Limit.of(memory_limit, memory_limit_bytes, pipeline_size)
@@ -422,7 +422,7 @@ def from_table(name: str, table: str, request: Mapping[str, Any]) -> Schedule:
 def _check_parts(costs: Costs) -> None:
     """Refuse parts whose memory a search would count as freed by recomputation or offload."""
     kept = [part for part in costs.parts if isinstance(part, Part) and part.memory]
-    if costs.has_states and kept:
+    if costs.recomputes_or_offloads and kept:
         raise UsageError(
             f"passes {kept[0].kind.kind} hold memory that neither recomputation nor offload frees: "
             "give the part no memory, or costs that keep every activation"

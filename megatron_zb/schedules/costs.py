@@ -117,7 +117,7 @@ class Costs:
     ``recompute`` are the seconds per slice to make again what a forward has kept nothing of but the
     input of its stage, which takes ``kept_input``, in the unit of ``activation``; empty if
     everything is kept: see :meth:`with_recomputation`. ``copy`` are the seconds per slice to copy
-    what it holds to the host, or back; empty if nothing is moved: see :meth:`with_offload`.
+    what it holds to the host, or back; empty if nothing is offloaded: see :meth:`with_offload`.
     """
 
     pipeline_size: int
@@ -349,7 +349,7 @@ class Costs:
     def with_recomputation(
         self, *, kept_input: float, seconds: Sequence[float] | None = None
     ) -> Costs:
-        """Return the costs with the choice to drop activations, and to make them again before B.
+        """Return the costs with the choice to recompute activations before B.
 
         Args:
             kept_input: memory of the input of a stage, in the unit of ``activation``.
@@ -370,7 +370,7 @@ class Costs:
         full_duplex: bool = True,
         host_limit: float = math.inf,
     ) -> Costs:
-        """Return the costs with the choice to move activations to the host, and back before B.
+        """Return the costs with the choice to offload activations, and to reload them before B.
 
         Args:
             seconds: what copying an activation one way takes, of each slice, or one number for a
@@ -400,20 +400,20 @@ class Costs:
         return tuple(values)
 
     @property
-    def has_states(self) -> bool:
+    def recomputes_or_offloads(self) -> bool:
         """Whether activations can be recomputed or offloaded."""
         return bool(self.recompute or self.copy)
 
     def with_all_kept(self) -> Costs:
         """Return the costs where every activation is kept on its device."""
-        if not self.has_states:
+        if not self.recomputes_or_offloads:
             return self
         rows = tuple(row.with_all_kept() for row in self.microbatches)
         return replace(self, recompute=(), kept_input=0.0, copy=(), microbatches=rows)
 
-    def with_none_moved(self) -> Costs:
+    def with_none_offloaded(self) -> Costs:
         """Return the costs where no activation is offloaded."""
-        rows = tuple(row.with_none_moved() for row in self.microbatches)
+        rows = tuple(row.with_none_offloaded() for row in self.microbatches)
         return replace(self, copy=(), microbatches=rows)
 
     def with_unsplit(self, shares: Sequence[float]) -> Costs:

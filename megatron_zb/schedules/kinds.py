@@ -76,7 +76,7 @@ class Kind:
 
     ``plays`` are the kinds whose output a pass makes in place of its own. ``memory`` is the change
     of device memory, taken at the start or freed at the end; ``if_recomputed`` replaces it for a
-    unit that has an R. A pass with ``moves`` starts a copy of its unit in that direction when it
+    unit that has an R. A pass with ``copies`` starts a copy of its unit in that direction when it
     ends; one with ``awaits`` begins once that copy has ended. A chosen pass runs ``before``
     another one of its unit, ``requires`` a later one and ``excludes`` others. ``pairs_with`` is the
     kind that it may run as one with. ``rule`` names what an order breaks that has it elsewhere.
@@ -91,7 +91,7 @@ class Kind:
     is_gradient: bool = False
     memory: Memory = ()
     if_recomputed: Memory | None = None
-    moves: Copies | None = None
+    copies: Copies | None = None
     awaits: Copies | None = None
     before: PassKind | None = None
     requires: PassKind | None = None
@@ -134,7 +134,7 @@ TRAINING_KINDS = (
         due=Due.ALWAYS,
         memory=(("activation", 1),),
         if_recomputed=(("kept_input", 1),),
-        moves=Copies.OUT,
+        copies=Copies.OUT,
         pairs_with=_B,
     ),
     _BACKWARD,
@@ -176,7 +176,7 @@ TRAINING_KINDS = (
         needs=(Need(_F, At.SAME), Need(_D, At.SAME)),
         due=Due.CHOSEN,
         memory=(("activation", 1),),
-        moves=Copies.IN,
+        copies=Copies.IN,
         before=_B,
         rule="offload",
     ),

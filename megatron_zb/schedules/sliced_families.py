@@ -48,7 +48,7 @@ from megatron_zb.schedules.search.place_w import (
 )
 from megatron_zb.schedules.search.placement_search import search_placement
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.sliced_states import fitted, least_if_dropped
+from megatron_zb.schedules.sliced_memory import fitted, least_with_recomputation
 from megatron_zb.schedules.slices import SlicedCosts, Slicing, TurnCosts, in_units
 from megatron_zb.schedules.stage_costs import StageCosts
 
@@ -119,8 +119,8 @@ def _check(name: str, request: Request) -> None:
 def _built(name: str, request: Request, slicing: Slicing) -> Schedule:
     """Build one form of W, of a request for units."""
     costs = request.costs
-    if costs.has_states and name not in _FIXED:
-        schedule = _with_states(name, request, slicing)
+    if costs.recomputes_or_offloads and name not in _FIXED:
+        schedule = _with_recompute_or_offload(name, request, slicing)
     else:
         schedule = _ordered(name, request, slicing)
     timeline = simulate(schedule, costs)
@@ -128,7 +128,7 @@ def _built(name: str, request: Request, slicing: Slicing) -> Schedule:
     if users is not None:
         request.check_feasible(name, users, timeline.peak_memory)
     allowed = users or timeline.peak_memory
-    if costs.has_states:  # memory bounds no time
+    if costs.recomputes_or_offloads:  # memory bounds no time
         allowed = (math.inf,) * request.pipeline_size
     sizes = (schedule.placement, timeline.costs, allowed, slicing.slices)
     bound = sliced_bound(*sizes, joined=bool(slicing.joins_weight))
@@ -153,8 +153,8 @@ _NEAR = 1.005
 """A step, in its lower bound, that nothing recomputed or offloaded makes much shorter."""
 
 
-def _with_states(name: str, request: Request, slicing: Slicing) -> Schedule:
-    """Return the fastest of what keeps all activations, drops some, or moves some to the host.
+def _with_recompute_or_offload(name: str, request: Request, slicing: Slicing) -> Schedule:
+    """Return the fastest schedule that keeps every activation, recomputes some, or offloads some.
 
     Without a limit, no rank holds more than the most of the order that keeps all.
 
@@ -172,9 +172,9 @@ def _with_states(name: str, request: Request, slicing: Slicing) -> Schedule:
             orders.append(_ordered_within([more * most for most in base], name, request, slicing))
     found = fitted(orders, costs, limit)
     if not found:
-        needed = min((least_if_dropped(order, costs) for order in orders), key=max)
+        needed = min((least_with_recomputation(order, costs) for order in orders), key=max)
         request.check_feasible(name, limit, needed)
-        raise UsageError(f"{name} with slices: no order fits that moves activations to the host")
+        raise UsageError(f"{name} with slices: no order fits that offloads activations")
     return fuse_for_free(min(found, key=request.seconds).schedule, costs)
 
 

@@ -131,8 +131,8 @@ class Slicing(Written):
         joins_weight: one W for a microbatch, on all slices put together. If left out, a search
             takes what is faster.
         weight_loss: the share by which the W of all slices take longer than one on all of them.
-        kept: share of what F holds that keys and values take: it stays where a slice is dropped, or
-            offloaded, since later slices attend to them.
+        kept: share of what F holds that keys and values take: it remains where a slice is
+            recomputed, or offloaded, since later slices attend to them.
     """
 
     lengths: tuple[float, ...]
@@ -355,15 +355,15 @@ class SlicedRules(TrainingRules):
     def by_kind(self) -> dict[PassKind, Kind]:
         """Entries of the table; a joined W frees what all slices have left for it.
 
-        The last stage may drop or move slices, too: B of a microbatch's first slice follows that of
-        its last one, not F.
+        The last stage may recompute or offload slices, too: B of a microbatch's first slice follows
+        that of its last one, not F.
         """
         kinds = {it.kind: it for it in (*self.whole.kinds, *self.more)}
-        for state in (PassKind.R, PassKind.D, PassKind.H):
-            kinds[state] = replace(kinds[state], home=Home.STAGES)
-        for moved, sign in ((PassKind.D, 1), (PassKind.H, -1)):
-            kind = kinds[moved]
-            kinds[moved] = replace(kind, memory=(*kind.memory, (_STAYS, sign)))
+        for kind in (PassKind.R, PassKind.D, PassKind.H):
+            kinds[kind] = replace(kinds[kind], home=Home.STAGES)
+        for kind, sign in ((PassKind.D, 1), (PassKind.H, -1)):
+            memory = (*kinds[kind].memory, (_STAYS, sign))
+            kinds[kind] = replace(kinds[kind], memory=memory)
         if self.slicing.joins_weight:
             freed = ((_HELD, -1),)
             kinds[_W] = replace(kinds[_W], memory=freed)
@@ -442,7 +442,7 @@ class SlicedCosts(Costs):
             UsageError: the placement has another pipeline size.
         """
         table = super().for_placement(placement)
-        if self.slicing.kept and table.has_states:
+        if self.slicing.kept and table.recomputes_or_offloads:
             table = self._with_kept(table)
         if not self.slicing.joins_weight:
             return table

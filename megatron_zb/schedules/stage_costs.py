@@ -199,7 +199,7 @@ class StageCosts:
         return self.of(p.microbatch).seconds[p.kind][p.stage]
 
     @property
-    def has_states(self) -> bool:
+    def recomputes_or_offloads(self) -> bool:
         """Whether activations can be recomputed or offloaded."""
         return bool(self.recompute or self.copy)
 

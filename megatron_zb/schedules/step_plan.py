@@ -311,7 +311,10 @@ def plan_step(
     given = tuple(range(table.num_microbatches))
     orders = [given] if keeps_order else list(dict.fromkeys([given, *rules(_work_of(costs))]))
     if not _has_only_training(table):
-        plan, plain = _in_another_order(table, costs, limit, orders), _without_states(table)
+        plan, plain = (
+            _in_another_order(table, costs, limit, orders),
+            _without_recompute_or_offload(table),
+        )
         if plan is not None or keeps_passes or not _has_only_training(plain):
             return plan
         table = plain
@@ -360,10 +363,10 @@ def _has_only_training(table: Schedule) -> bool:
     return not table.pairs and {p.kind for rank in table.ranks for p in rank} <= _TRAINING
 
 
-def _without_states(table: Schedule) -> Schedule:
+def _without_recompute_or_offload(table: Schedule) -> Schedule:
     """Return a table that neither recomputes nor offloads activations."""
-    states = (PassKind.R, PassKind.D, PassKind.H)
-    ranks = tuple(tuple(p for p in rank if p.kind not in states) for rank in table.ranks)
+    added = (PassKind.R, PassKind.D, PassKind.H)
+    ranks = tuple(tuple(p for p in rank if p.kind not in added) for rank in table.ranks)
     return replace(table, ranks=ranks, report=None)
 
 

@@ -52,8 +52,8 @@ class CopyEngines:
 
     def follow(self, kind: Kind, p: Pass, end: float) -> None:
         """Start the copy that follows a pass of an offloaded unit, which has ended."""
-        if kind.moves is not None:
-            self._copy(p, end, kind.moves)
+        if kind.copies is not None:
+            self._copy(p, end, kind.copies)
 
     def _copy(self, p: Pass, now: float, direction: Copies) -> None:
         costs = self._costs.of(p.microbatch)
@@ -344,7 +344,7 @@ class Replay(NamedTuple):
 
 @dataclass(frozen=True)
 class Orders:
-    """Orders of all ranks on a graph: their passes, what is paired, and what moves to the host."""
+    """Orders of all ranks on a graph: their passes, what is paired, and what is offloaded."""
 
     graph: TaskGraph
     ranks: Sequence[Sequence[Pass]]

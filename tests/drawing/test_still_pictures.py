@@ -8,7 +8,7 @@ from pathlib import Path
 import measured_runs
 import pytest
 from pages import Element, page_of
-from states import with_states
+from recompute_offload import with_recompute_offload
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
@@ -80,7 +80,7 @@ def test_the_step_of_a_run_with_states(tmp_path: Path) -> None:
             pipeline_size=profile.pipeline_size, forward=1.0, backward=1.0, weight=1.0
         ),
     )
-    found = ran(with_states(split_all(kept), 1, drop=0.4, move=0.4), profile)
+    found = ran(with_recompute_offload(split_all(kept), 1, drop=0.4, move=0.4), profile)
     assert {p.kind for rank in found.measured.schedule.ranks for p in rank} >= {
         PassKind.R,
         PassKind.D,

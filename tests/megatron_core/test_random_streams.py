@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from ranks import RankPools
-from states import with_states
+from recompute_offload import with_recompute_offload
 
 from megatron_zb.job.settings import asks_for_layer_streams
 from megatron_zb.megatron_core import versions
@@ -376,7 +376,7 @@ def train_with_generators(**more: Any) -> Run:
 def test_recomputation_draws_the_masks_of_its_forward_from_generators(ranks: RankPools) -> None:
     """A generator moves on in place: what was kept of it must be its state."""
     kept = build("zb-h1", pipeline_size=2, num_microbatches=4)
-    order = with_states(kept, seed=1, drop=0.7)
+    order = with_recompute_offload(kept, seed=1, drop=0.7)
     assert order.recomputed
     upstream, ours = Run(), Run()
     for found, schedule in ((upstream, None), (ours, order)):

@@ -243,7 +243,7 @@ def one_by_one(_name: str, *, slices: Slicing, **_others: Any) -> Schedule:
     return replace(cut, placement=one_stage, ranks=(tuple(order),)).validate()
 
 
-def with_states(name: str, **request: Any) -> Schedule:
+def with_recompute_offload(name: str, **request: Any) -> Schedule:
     """A schedule in which a third of the slices are dropped, and a third are offloaded."""
     order = schedules.build(name, **request)
     backward = (PassKind.B, PassKind.BW)
@@ -261,7 +261,7 @@ def with_states(name: str, **request: Any) -> Schedule:
 
 
 def stated(case: GPTCase, name: str) -> Outcome:
-    create = partial(PipelineAdapter.create, build=with_states)
+    create = partial(PipelineAdapter.create, build=with_recompute_offload)
     with patch.object(PipelineAdapter, "create", create):
         return outcomes(case, name)
 

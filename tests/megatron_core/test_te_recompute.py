@@ -15,8 +15,8 @@ import pytest
 from gpt_cases import GPTCase
 from rank_process import Kind
 from ranks import RankPool, RankPools
+from recompute_offload import with_recompute_offload
 from sizes import every_value
-from states import with_states
 from te_models import OPTIONS_OF_LATENT, differences, quantized, quantized_differences
 
 from megatron_zb import schedules
@@ -133,7 +133,7 @@ def test_units_that_are_dropped_or_moved_equal_megatrons(
     """What Megatron has emptied is not copied, and what it refills is what a backward reads."""
     kept = schedules.build("v-half", pipeline_size=2, num_microbatches=5)
     shares = {"drop": 0.6} if state == "dropped" else {"move": 0.6}
-    order = with_states(kept, seed=len(name), **shares)
+    order = with_recompute_offload(kept, seed=len(name), **shares)
     assert order.recomputed if state == "dropped" else order.offloaded
     case = CASES[name]
     assert te_pool.run(compare, case=case, schedule=order) == expected(case, 2)
@@ -145,7 +145,7 @@ def test_an_older_transformer_engine_equals_megatrons(older_te_pool: RankPool, s
     """In saved-tensor hooks its modules see no parameter, and so say nothing of ``main_grad``."""
     shares = {"drop": 0.6} if state == "dropped" else {"move": 0.6}
     kept = schedules.build("v-half", pipeline_size=2, num_microbatches=5)
-    order = with_states(kept, seed=3, **shares)
+    order = with_recompute_offload(kept, seed=3, **shares)
     found = older_te_pool.run(compare, case=CASES["moe"], schedule=order)
     assert found == expected(CASES["moe"], 2)
 

@@ -13,7 +13,7 @@ import sizes
 import torch
 from gpt_cases import GPTCase, built, differences, forward_backward, microbatches, run
 from ranks import RankPool, RankPools
-from states import with_states
+from recompute_offload import with_recompute_offload
 from user_changes import CHANGES
 
 from megatron_zb import schedules
@@ -104,7 +104,7 @@ STATES = [("hook", "checkpoint"), ("weight norm", "penalty"), ("multi hook", "sa
 def test_changes_beside_recomputation_and_offload(ranks: RankPools, names: tuple[str, ...]) -> None:
     """An order in which some units run R, and others D and H."""
     kept = schedules.build("v-half", pipeline_size=2, num_microbatches=4)
-    order = with_states(kept, seed=1, drop=0.4, move=0.4)
+    order = with_recompute_offload(kept, seed=1, drop=0.4, move=0.4)
     assert order.recomputed and order.offloaded
     case = GPTCase(changes=names)
     for _, found in ranks(2).run(said_and_different, case=case, schedule=order):

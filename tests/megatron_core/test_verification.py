@@ -14,7 +14,7 @@ from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
 from joined import EXPERTS as PAIRED
 from joined import joined
 from ranks import RankPools
-from states import with_states
+from recompute_offload import with_recompute_offload
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -88,7 +88,7 @@ def test_a_right_step_is_said_once(
 @pytest.mark.parametrize("drop", [0.4, 0.0])
 def test_a_step_that_recomputes_and_offloads_is_verified(ranks: RankPools, drop: float) -> None:
     kept = schedules.build("v-half", pipeline_size=2, num_microbatches=4)
-    order = with_states(kept, seed=1, drop=drop, move=0.4)
+    order = with_recompute_offload(kept, seed=1, drop=drop, move=0.4)
     case = GPTCase(dropout=0.1)
     said = ranks(2).run(compare_steps, case=case, schedule=order)
     assert ", 17 of split layers, are those of an unsplit backward" in said[0][0]

@@ -396,10 +396,10 @@ def test_figures_of_long_samples_are_those_of_the_results() -> None:
 def test_slices_that_are_dropped_are_planned() -> None:
     """Where a V of slices does not fit, auto recomputes some; the limit is kept."""
     choices = replace(ONE, slices=(8,))
-    job = PlanJob(LONG, a100(), 4, 10 * GIB, 8, 32768, choices, drops=True)
+    job = PlanJob(LONG, a100(), 4, 10 * GIB, 8, 32768, choices, recomputes=True)
     (auto,) = sliced(candidates_of(["auto"])[2:], named=True)
     staged, m = cut("v-zb", slices=8), 8
-    kept, dropped = (replace(staged, drops=drops) for drops in (False, True))
+    kept, dropped = (replace(staged, recomputes=recomputes) for recomputes in (False, True))
     assert dropped.costs(blocking=False).kept_input == 2 * 32768 * LONG.hidden_size  # in 16 bits
     assert searched_by_auto(job, auto, kept, m) is None
     row = searched_by_auto(job, auto, dropped, m)
@@ -416,9 +416,9 @@ def test_slices_that_are_dropped_are_planned() -> None:
 def test_only_settings_whose_activations_do_not_fit_are_counted_with_drops() -> None:
     choices = replace(ONE, slices=(8,), recompute=("none", "full"))
     for gib_per_gpu, count in ((7, 2), (40, 0)):
-        job = PlanJob(LONG, a100(), 4, gib_per_gpu * GIB, 8, 32768, choices, drops=True)
+        job = PlanJob(LONG, a100(), 4, gib_per_gpu * GIB, 8, 32768, choices, recomputes=True)
         (auto,) = sliced(candidates_of(["auto"])[2:], named=True)
-        found = CountedSettings.of(job).if_dropped(auto)
+        found = CountedSettings.of(job).if_recomputed(auto)
         assert len(found) == count  # equal slices and such of equal time
         for staged, m in found:
             assert (staged.load.strategy.recompute, staged.placement, m) == ("none", v_shape(4), 8)

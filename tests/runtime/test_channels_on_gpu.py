@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from states import with_states
+from recompute_offload import with_recompute_offload
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -173,12 +173,12 @@ class Device:
 
 def moved() -> Schedule:
     kept = schedules.build("v-half", pipeline_size=4, num_microbatches=12)
-    return with_states(kept, seed=1, move=1.0)
+    return with_recompute_offload(kept, seed=1, move=1.0)
 
 
 def dropped() -> Schedule:
     kept = schedules.build("v-half", pipeline_size=4, num_microbatches=12)
-    return with_states(kept, seed=1, drop=1.0)
+    return with_recompute_offload(kept, seed=1, drop=1.0)
 
 
 def cut() -> Schedule:

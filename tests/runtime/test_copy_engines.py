@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from megatron_zb.runtime import activation_memory
 from megatron_zb.runtime.activation_memory import (
     HostMemory,
-    MovedActivations,
+    OffloadedActivations,
     Segment,
     StreamEngines,
     ThreadEngines,
@@ -145,7 +145,7 @@ def test_a_gpu_copies_beside_its_computation_and_the_host_waits_for_nothing(
 def test_what_is_saved_comes_back_once_however_often_it_is_saved() -> None:
     host = HostMemory(torch.device("cpu"))
     weight = torch.nn.Parameter(torch.randn(32, 32))
-    moves = MovedActivations(host, [weight])
+    activations = OffloadedActivations(host, [weight])
     given = torch.randn(32, 32, requires_grad=True)
 
     def computed() -> torch.Tensor:
@@ -154,12 +154,12 @@ def test_what_is_saved_comes_back_once_however_often_it_is_saved() -> None:
 
     (expected,) = torch.autograd.grad(computed(), given)
     for _ in range(2):  # buffers of the host are used again
-        with moves.saving(0):
+        with activations.saving(0):
             output = computed()
-        moves.begin_copy_out(0)
-        moves.end_copy_out(0)
-        moves.begin_copy_in(0)
-        moves.end_copy_in(0)
+        activations.begin_copy_out(0)
+        activations.end_copy_out(0)
+        activations.begin_copy_in(0)
+        activations.end_copy_in(0)
         (gradient,) = torch.autograd.grad(output, given)
         assert torch.equal(gradient, expected)
     # tanh's output, which its views share, and the input of the product; the weight stays
@@ -170,43 +170,43 @@ def test_what_is_saved_comes_back_once_however_often_it_is_saved() -> None:
 def test_what_all_microbatches_save_is_moved_for_the_first_alone() -> None:
     """A table that its owner keeps, and that autograd saves in every microbatch."""
     host = HostMemory(torch.device("cpu"))
-    moves = MovedActivations(host)
+    activations = OffloadedActivations(host)
     table = torch.randn(32, 32)
     given = [torch.randn(32, 32, requires_grad=True) for _ in range(3)]
     outputs = []
     for microbatch, one in enumerate(given):
-        with moves.saving(microbatch):
+        with activations.saving(microbatch):
             outputs.append((torch.tanh(one) * table).sum())
-        moves.begin_copy_out(microbatch)
+        activations.begin_copy_out(microbatch)
         # tanh's output, and with the first the table
         assert host.used_bytes == (microbatch + 2) * 32 * 32 * 4
-        moves.end_copy_out(microbatch)
+        activations.end_copy_out(microbatch)
     for microbatch, one in enumerate(given):
-        moves.begin_copy_in(microbatch)
-        moves.end_copy_in(microbatch)
+        activations.begin_copy_in(microbatch)
+        activations.end_copy_in(microbatch)
         (gradient,) = torch.autograd.grad(outputs[microbatch], one)
         torch.testing.assert_close(gradient, table * (1 - torch.tanh(one) ** 2))
 
 
 def test_an_activation_at_the_address_of_an_earlier_one_is_moved() -> None:
     host = HostMemory(torch.device("cpu"))
-    moves = MovedActivations(host)
+    activations = OffloadedActivations(host)
     for microbatch in range(20):  # storages that have gone leave their addresses to others
-        with moves.saving(microbatch):
+        with activations.saving(microbatch):
             torch.ones(64, requires_grad=True).exp()
-        moves.begin_copy_out(microbatch)
-        moves.end_copy_out(microbatch)
+        activations.begin_copy_out(microbatch)
+        activations.end_copy_out(microbatch)
         assert host.used_bytes == 512 * (microbatch + 1)
 
 
 def test_what_is_forgotten_gives_its_memory_back() -> None:
     host = HostMemory(torch.device("cpu"))
-    moves = MovedActivations(host)
-    with moves.saving(0):
+    activations = OffloadedActivations(host)
+    with activations.saving(0):
         torch.ones(64, requires_grad=True).exp()
-    moves.begin_copy_out(0)
+    activations.begin_copy_out(0)
     assert host.used_bytes == 512
-    moves.reset()
+    activations.reset()
     assert host.used_bytes == 0
 
 
@@ -244,13 +244,13 @@ def test_pinned_memory_is_asked_for_in_powers_of_two() -> None:
 
 def test_moved_activations_lie_in_parts_of_pieces() -> None:
     host = HostMemory(torch.device("cpu"), InPieces())
-    moves, given = MovedActivations(host), torch.randn(50, 50, requires_grad=True)
-    with moves.saving(0):
+    activations, given = OffloadedActivations(host), torch.randn(50, 50, requires_grad=True)
+    with activations.saving(0):
         output = given.exp().tanh().sum()
-    moves.begin_copy_out(0)
-    moves.end_copy_out(0)
-    moves.begin_copy_in(0)
-    moves.end_copy_in(0)
+    activations.begin_copy_out(0)
+    activations.end_copy_out(0)
+    activations.begin_copy_in(0)
+    activations.end_copy_in(0)
     (gradient,) = torch.autograd.grad(output, given)
     (expected,) = torch.autograd.grad(given.exp().tanh().sum(), given)
     assert torch.equal(gradient, expected)

@@ -21,7 +21,7 @@ from megatron_zb.schedules.lowering import Run, lower, unfinished
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, wave
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
-from megatron_zb.schedules.search.place_moves import place_moves, with_drops
+from megatron_zb.schedules.search.place_offload import place_offload, with_recomputed
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.task_graph import Copy
 
@@ -135,7 +135,7 @@ def test_copies_are_cut_with_the_stages_and_grow_with_the_microbatch() -> None:
     table = costs.for_placement(wave(2, 2))
     assert table.of(0).copy == pytest.approx((0.3,) * 4)
     assert table.of(1).copy == pytest.approx((0.6,) * 4)
-    assert not costs.with_all_kept().for_placement(wave(2, 2)).has_states
+    assert not costs.with_all_kept().for_placement(wave(2, 2)).recomputes_or_offloads
 
 
 @pytest.mark.full
@@ -156,20 +156,20 @@ def test_moves_keep_a_limit_that_no_order_keeps() -> None:
     order = schedules.build(
         "interleaved", pipeline_size=p, num_microbatches=m, chunks=4, costs=costs.with_all_kept()
     )
-    moved = place_moves(order, costs, (1.0,) * p)
+    moved = place_offload(order, costs, (1.0,) * p)
     assert moved is not None
     timeline = simulate(moved.validate(), costs)
     assert max(timeline.peak_memory) <= 1.0 + 1e-9
     assert timeline.makespan < 1.05 * simulate(order, costs).makespan
-    assert place_moves(order, costs_of(p, 0.9, host_limit=1.0), (1.0,) * p) is None
-    assert place_moves(order, costs, (0.2,) * p) is None, "below one activation"
+    assert place_offload(order, costs_of(p, 0.9, host_limit=1.0), (1.0,) * p) is None
+    assert place_offload(order, costs, (0.2,) * p) is None, "below one activation"
 
 
 def test_what_fits_anyway_is_not_moved() -> None:
     costs = costs_of(4)
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 8}
     order = schedules.build("1f1b", **given, costs=costs.with_all_kept())
-    kept = place_moves(order, costs, (4.0,) * 4)
+    kept = place_offload(order, costs, (4.0,) * 4)
     assert kept is not None
     assert kept.offloaded == frozenset()
 
@@ -186,7 +186,7 @@ def test_placed_moves_keep_every_rule_and_limit(data: st.DataObject) -> None:
     name: Any = "interleaved" if chunks > 1 else data.draw(st.sampled_from(["1f1b", "gpipe"]))
     more: dict[str, Any] = {"chunks": chunks} if chunks > 1 else {}
     order = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=alone, **more)
-    moved = place_moves(order, costs, (limit,) * p)
+    moved = place_offload(order, costs, (limit,) * p)
     if moved is None:
         return
     timeline = simulate(moved.validate(), costs)
@@ -259,7 +259,7 @@ def test_where_copies_take_long_some_units_are_dropped_instead(brief_searches: N
 @pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.3, 2), (0.5, 4), (1.0, 8)])
 def test_a_share_of_the_units_of_each_stage_is_dropped(share: float, count: int) -> None:
     order = schedules.build("interleaved", pipeline_size=2, num_microbatches=8, chunks=2)
-    found = with_drops(order, share).validate()
+    found = with_recomputed(order, share).validate()
     stages = [stage for stage, _ in found.recomputed]
     assert [stages.count(stage) for stage in range(4)] == [count] * 3 + [0]
     for rank in found.ranks:

@@ -18,9 +18,9 @@ from megatron_zb.schedules.lowering import RunPair, lower
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape, wave
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search import kernels, paired_states, placement_search
+from megatron_zb.schedules.search import kernels, paired_recompute, placement_search
 from megatron_zb.schedules.search.hill_climbing import Effort
-from megatron_zb.schedules.search.paired_states import search_paired_states
+from megatron_zb.schedules.search.paired_recompute import search_paired_recompute
 from megatron_zb.schedules.search.place_w import GapFiller
 from megatron_zb.schedules.search.runner import Problem
 from megatron_zb.schedules.simulator import simulate
@@ -55,7 +55,7 @@ def test_what_is_found_keeps_rules_limit_and_bound(drawn: tuple[Problem, Costs])
     problem, costs = drawn
     place, m = problem.placement, problem.num_microbatches
     bound = lower_bound(place, m, problem.costs, problem.limit)
-    found = search_paired_states("any", problem, Effort(30, 400), bound, [])
+    found = search_paired_recompute("any", problem, Effort(30, 400), bound, [])
     if found is None:  # the W of other chunks may need the room
         return
     timeline = simulate(found.validate(), costs)
@@ -81,11 +81,11 @@ def test_compiled_inner_loops_find_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     problem = Problem(place, 5, costs.for_placement(place), (1.4,) * 3)
     found = []
     for made in (kernels.Plain, kernels.Compiled):
-        for module in ("state_search", "pair_search"):
+        for module in ("recompute_search", "pair_search"):
             monkeypatch.setattr(
                 f"megatron_zb.schedules.search.{module}.engine", lambda _, m=made: m()
             )
-        found.append(search_paired_states("any", problem, Effort(60, 2000), 0.0, []))
+        found.append(search_paired_recompute("any", problem, Effort(60, 2000), 0.0, []))
     assert found[0] == found[1]
     assert found[0] is not None and found[0].pairs and found[0].recomputed
 
@@ -93,9 +93,9 @@ def test_compiled_inner_loops_find_the_same(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_inner_loops_time_what_they_find_as_the_simulator_does() -> None:
     costs, place = costs_of(3), v_shape(3)
     problem = Problem(place, 6, costs.for_placement(place), (1.4,) * 3)
-    found = search_paired_states("any", problem, Effort(60, 1000), 0.0, [])
+    found = search_paired_recompute("any", problem, Effort(60, 1000), 0.0, [])
     assert found is not None
-    runner = paired_states._PairedStateRunner(problem, Effort(1, 1))
+    runner = paired_recompute._PairedRecomputeRunner(problem, Effort(1, 1))
     codes = runner.coded([[p for p in rank if p.kind is not R] for rank in found.ranks])
     m = problem.num_microbatches
     flags = [0] * runner.block
@@ -122,7 +122,7 @@ def test_what_is_made_again_exchanges_again() -> None:
 def test_below_1f1bs_memory_pairs_with_dropped_units_beat_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(placement_search, "STATE_SECONDS", 2.0)
+    monkeypatch.setattr(placement_search, "RECOMPUTE_SECONDS", 2.0)
     costs = costs_of(4)
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 12, "memory_limit": 0.5}
     made = {

@@ -21,7 +21,7 @@ from megatron_zb.schedules.lowering import Run, lower, peak_with_messages
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, wave
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
-from megatron_zb.schedules.search import kernels, state_search
+from megatron_zb.schedules.search import kernels, recompute_search
 from megatron_zb.schedules.search.hill_climbing import Effort
 from megatron_zb.schedules.search.runner import Problem
 from megatron_zb.schedules.simulator import simulate
@@ -153,7 +153,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
 def test_every_search_keeps_rules_limit_and_bound(found: tuple[Problem, Costs]) -> None:
     problem, costs = found
     bound = lower_bound(problem.placement, problem.num_microbatches, problem.costs, problem.limit)
-    schedule = state_search.search_states("any", problem, Effort(30, 60), bound, [])
+    schedule = recompute_search.search_recompute("any", problem, Effort(30, 60), bound, [])
     if schedule is None:  # the W of other chunks may need the room
         return
     timeline = simulate(schedule.validate(), costs)
@@ -171,8 +171,8 @@ def test_compiled_or_not_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch)
     found = []
     for engine in (kernels.Plain, kernels.Compiled):
         made = engine()
-        monkeypatch.setattr(state_search, "engine", lambda passes, made=made: made)
-        found.append(state_search.search_states("any", problem, Effort(20, 200), 0.0, []))
+        monkeypatch.setattr(recompute_search, "engine", lambda passes, made=made: made)
+        found.append(recompute_search.search_recompute("any", problem, Effort(20, 200), 0.0, []))
     assert found[0] == found[1]
     assert found[0] is not None
     assert found[0].recomputed

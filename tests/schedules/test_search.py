@@ -140,7 +140,7 @@ def test_earlier_chunks_have_a_larger_share_of_a_quota(chunks: int) -> None:
     assert sum(portions) == pytest.approx(chunks**2 / (chunks**2 - 1))
 
 
-@pytest.mark.parametrize("pace", [runner.SINGLE, runner.RESTARTS, runner.STATES, runner.PAIRS])
+@pytest.mark.parametrize("pace", [runner.SINGLE, runner.RESTARTS, runner.RECOMPUTE, runner.PAIRS])
 def test_effort_grows_with_seconds_up_to_what_is_useful(
     pace: runner.Pace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

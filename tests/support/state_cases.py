@@ -1,4 +1,4 @@
-"""Small GPTs under schedules that drop and move activations, and the bytes that those hold."""
+"""Small GPTs under schedules that recompute and offload, and the bytes that they hold."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ plain arithmetic alone, with a random generator of their own, so that the same l
 or compiled, with the same result to the last bit. The tuples that they take stand in this file
 because numba keeps what it compiled for as long as this very file stays the same.
 
-What a problem does not have, such as pairs or states, is None. The compiler leaves out
+What a problem does not have, such as pairs or recomputation, is None. The compiler leaves out
 branches behind a nested ``if it is not None``, and only those: one ``and`` more and they stay.
 """
 
@@ -18,7 +18,7 @@ INFINITY = 1e300
 
 _MODULUS = 2147483648
 _REACH = 10
-_STATE_EVERY = 4  # of the moves of passes that may be paired, those of what is recomputed
+_RECOMPUTE_EVERY = 4  # of the moves of passes that may be paired, those of what is recomputed
 _ROUNDING = 1e-9  # relative, of sums in another order
 
 
@@ -98,8 +98,8 @@ class Moves(NamedTuple):
     seed: int
 
 
-class States(NamedTuple):
-    """Units (stage and microbatch) whose activations F drops and R recomputes.
+class RecomputeCosts(NamedTuple):
+    """Units (stage and microbatch) whose activations R recomputes before B.
 
     By unit: the seconds of R, and the memory that it saves. An order has R, of kind 3, of every
     unit: one that is kept takes no time there. Where passes communicate, an order has no R: each
@@ -414,7 +414,7 @@ def local_search(
     pair_costs: PairCosts | None,
     moves: Moves,
     space: ReplaySpace,
-    states: States | None,
+    recompute: RecomputeCosts | None,
     order: Any,
     flags: Any,
     best: Any,
@@ -430,7 +430,7 @@ def local_search(
     """
     critical = space.critical
     kinds = 3
-    if states is not None:
+    if recompute is not None:
         if pair_costs is None:
             kinds = 4
     per_rank = ((3 if graph.split else 2) + kinds - 3) * graph.chunks * graph.num_microbatches
@@ -443,7 +443,7 @@ def local_search(
     path = 0
     for step in range(steps + 1):
         done, makespan, sum_of_ends, final = replay(
-            graph, pair_costs, space, states, order, flags, kinds, per_rank
+            graph, pair_costs, space, recompute, order, flags, kinds, per_rank
         )
         allowed = moves.threshold * (1.0 - step / steps) if steps > 0 else 0.0
         value = makespan + moves.mean_weight * sum_of_ends / total
@@ -473,9 +473,9 @@ def local_search(
             rng = (rng * 1103515245 + 12345) % _MODULUS
             code = critical[(rng >> 8) % path]
             if pair_costs is None:
-                rng, moved = move_pass(graph, space, states, order, flags, code, per_rank, rng)
+                rng, moved = move_pass(graph, space, recompute, order, flags, code, per_rank, rng)
             else:
-                rng, moved = move_pair(graph, space, states, order, flags, code, per_rank, rng)
+                rng, moved = move_pair(graph, space, recompute, order, flags, code, per_rank, rng)
             if moved >= 0:
                 break
     return lowest
@@ -508,7 +508,7 @@ def replay(
     graph: Graph,
     pair_costs: PairCosts | None,
     space: ReplaySpace,
-    states: States | None,
+    recompute: RecomputeCosts | None,
     order: Any,
     flags: Any,
     kinds: int,
@@ -544,8 +544,8 @@ def replay(
             code = order[r * per_rank + i]
             start = clock[r]
             if pair_costs is not None:
-                if states is not None:
-                    start += seconds_of_r(states, order, flags, block, r * per_rank + i)
+                if recompute is not None:
+                    start += seconds_of_r(recompute, order, flags, block, r * per_rank + i)
             reason = order[r * per_rank + i - 1] if i > 0 else -1
             need = maker[code]
             if need >= 0:
@@ -567,10 +567,10 @@ def replay(
                         if end[need] + latency[other] > start:
                             start = end[need] + latency[other]
                             reason = need
-            if states is None:
+            if recompute is None:
                 finish = start + seconds[code]
             elif code >= 3 * block:
-                finish = start + states.seconds[code - 3 * block] * flags[code - 3 * block]
+                finish = start + recompute.seconds[code - 3 * block] * flags[code - 3 * block]
             else:
                 finish = start + seconds[code]
             if not split and block <= code < 2 * block:
@@ -604,7 +604,7 @@ def replay(
 
 
 def fits(
-    graph: Graph, states: States | None, order: Any, flags: Any, r: int, per_rank: int
+    graph: Graph, recompute: RecomputeCosts | None, order: Any, flags: Any, r: int, per_rank: int
 ) -> bool:
     """Return whether a rank keeps its memory limit."""
     block = graph.pipeline_size * graph.chunks * graph.num_microbatches
@@ -612,14 +612,14 @@ def fits(
     held = 0.0
     for i in range(r * per_rank, (r + 1) * per_rank):
         code = order[i]
-        if states is None:
+        if recompute is None:
             held += memory[code]
         elif code >= 3 * block:
-            held += states.saved[code - 3 * block] * flags[code - 3 * block]
+            held += recompute.saved[code - 3 * block] * flags[code - 3 * block]
         else:
             held += memory[code]
             if code < block:
-                held -= states.saved[code] * flags[code]
+                held -= recompute.saved[code] * flags[code]
         if held > limit:
             return False
     return True
@@ -628,7 +628,7 @@ def fits(
 def move_pass(
     graph: Graph,
     space: ReplaySpace,
-    states: States | None,
+    recompute: RecomputeCosts | None,
     order: Any,
     flags: Any,
     code: int,
@@ -646,7 +646,7 @@ def move_pass(
     r = graph.rank[code % block]
     first = r * per_rank
     last = first + per_rank - 1
-    if states is not None:
+    if recompute is not None:
         if code >= 3 * block or choice % 16 == 0:
             unit = code % block
             if flags[unit] == 0:  # another one of the same stage
@@ -658,9 +658,9 @@ def move_pass(
                 if choice % 2 == 0:
                     rng = (rng * 1103515245 + 12345) % _MODULUS
                     other = order[first + (rng >> 8) % per_rank] % block
-                    if other != unit and flags[other] == 0 and states.saved[other] > 0.0:
+                    if other != unit and flags[other] == 0 and recompute.saved[other] > 0.0:
                         flags[other] = 1
-                if fits(graph, states, order, flags, r, per_rank):
+                if fits(graph, recompute, order, flags, r, per_rank):
                     return rng, r
                 restore(graph, space, order, flags)
                 return rng, -1
@@ -694,7 +694,7 @@ def move_pass(
         order[i] = order[i + step_to]
         i += step_to
     order[to] = code
-    if fits(graph, states, order, flags, r, per_rank):
+    if fits(graph, recompute, order, flags, r, per_rank):
         return rng, r
     restore(graph, space, order, flags)
     return rng, -1
@@ -703,7 +703,7 @@ def move_pass(
 def move_pair(
     graph: Graph,
     space: ReplaySpace,
-    states: States | None,
+    recompute: RecomputeCosts | None,
     order: Any,
     paired: Any,
     code: int,
@@ -732,12 +732,14 @@ def move_pair(
         at -= 1
         code = order[at]
     keep(graph, space, first, per_rank, order, paired)
-    if states is not None:
+    if recompute is not None:
         rng = (rng * 1103515245 + 12345) % _MODULUS
-        if (rng >> 12) % _STATE_EVERY == 0:
-            rng, changed = change_state(graph, states, order, paired, code, first, per_rank, rng)
+        if (rng >> 12) % _RECOMPUTE_EVERY == 0:
+            rng, changed = change_recompute(
+                graph, recompute, order, paired, code, first, per_rank, rng
+            )
             if changed:
-                if keeps_pair_rules(graph, space, states, order, paired, r, per_rank):
+                if keeps_pair_rules(graph, space, recompute, order, paired, r, per_rank):
                     return rng, r
             restore(graph, space, order, paired)
             return rng, -1
@@ -769,16 +771,16 @@ def move_pair(
             stays, goes = (at, seek) if choice % 2 == 0 else (seek, at)
             pair_up(order, paired, block, stays, goes)
     if changed:
-        changed = keeps_pair_rules(graph, space, states, order, paired, r, per_rank)
+        changed = keeps_pair_rules(graph, space, recompute, order, paired, r, per_rank)
     if changed:
         return rng, r
     restore(graph, space, order, paired)
     return rng, -1
 
 
-def change_state(
+def change_recompute(
     graph: Graph,
-    states: States,
+    recompute: RecomputeCosts,
     order: Any,
     flags: Any,
     code: int,
@@ -799,7 +801,7 @@ def change_state(
         rng = (rng * 1103515245 + 12345) % _MODULUS
         unit = unit // m * m + (rng >> 8) % m
     if flags[unit] < 2:
-        if choice % 4 == 0 and states.saved[unit] > 0.0:
+        if choice % 4 == 0 and recompute.saved[unit] > 0.0:
             flags[unit] += 2
             return rng, True
         return rng, False
@@ -807,7 +809,7 @@ def change_state(
     if choice % 2 == 0:
         rng = (rng * 1103515245 + 12345) % _MODULUS
         other = order[first + (rng >> 8) % per_rank] % block
-        if other != unit and flags[other] < 2 and states.saved[other] > 0.0:
+        if other != unit and flags[other] < 2 and recompute.saved[other] > 0.0:
             flags[other] += 2
     return rng, True
 
@@ -885,16 +887,16 @@ def unit_of_r(order: Any, flags: Any, block: int, at: int) -> int:
     return unit if unit >= 0 and flags[unit] >= 2 else -1
 
 
-def seconds_of_r(states: States, order: Any, flags: Any, block: int, at: int) -> float:
+def seconds_of_r(recompute: RecomputeCosts, order: Any, flags: Any, block: int, at: int) -> float:
     """Return the seconds of the R that runs right before a place, 0 if there is none."""
     unit = unit_of_r(order, flags, block, at)
-    return states.seconds[unit] if unit >= 0 else 0.0
+    return recompute.seconds[unit] if unit >= 0 else 0.0
 
 
 def keeps_pair_rules(
     graph: Graph,
     space: ReplaySpace,
-    states: States | None,
+    recompute: RecomputeCosts | None,
     order: Any,
     paired: Any,
     r: int,
@@ -909,15 +911,15 @@ def keeps_pair_rules(
     held = 0.0
     for i in range(r * per_rank, last):
         code = order[i]
-        if states is not None:
+        if recompute is not None:
             if i == r * per_rank or not is_paired(order[i - 1], paired, block):
                 unit = unit_of_r(order, paired, block, i)
                 if unit >= 0:
-                    held += states.saved[unit]
+                    held += recompute.saved[unit]
             if held > graph.limit[r]:
                 return False
             if code < block and paired[code] >= 2:
-                held -= states.saved[code]
+                held -= recompute.saved[code]
         held += graph.memory[code]
         row, mb = code // m, code % m
         if mb != next_of[row] or held > graph.limit[r]:

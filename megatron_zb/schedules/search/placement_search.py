@@ -11,18 +11,22 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Limit, Request, keeps
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search import state_search
+from megatron_zb.schedules.search import recompute_search
 from megatron_zb.schedules.search.hill_climbing import Found, search
 from megatron_zb.schedules.search.kernels import available
 from megatron_zb.schedules.search.pair_search import search_pairs
-from megatron_zb.schedules.search.paired_states import search_paired_states
-from megatron_zb.schedules.search.place_moves import place_moves, polish_moves, with_drops
+from megatron_zb.schedules.search.paired_recompute import search_paired_recompute
+from megatron_zb.schedules.search.place_offload import (
+    place_offload,
+    polish_offload,
+    with_recomputed,
+)
 from megatron_zb.schedules.search.place_w import fuse_for_free, split_all
 from megatron_zb.schedules.search.runner import (
     PAIRS,
+    RECOMPUTE,
     RESTARTS,
     SINGLE,
-    STATES,
     Effort,
     Problem,
     effort_of,
@@ -33,14 +37,14 @@ from megatron_zb.schedules.stage_costs import StageCosts
 NAMED_SECONDS = 0.25
 """Approximate seconds of the search for a named schedule, if it is compiled."""
 
-STATE_SECONDS = 12.0
-"""Approximate seconds of the search for what is dropped, on one placement."""
+RECOMPUTE_SECONDS = 12.0
+"""Approximate seconds of the search for what is recomputed, on one placement."""
 
-_QUICK_STATE_SECONDS = 1.5
-_POLISHED = 2  # orders with moves, the fastest ones
-_DROPPED = (0.15, 0.3, 0.45)  # shares of units, where copies of all would take too long
+_QUICK_RECOMPUTE_SECONDS = 1.5
+_POLISHED = 2  # orders with offload, the fastest ones
+_RECOMPUTED = (0.15, 0.3, 0.45)  # shares of units, where copies of all would take too long
 _BUSY = 0.5  # of the makespan: a copy engine that others may wait for
-_NEAR = 1.005  # of the lower bound: nothing to gain by dropping
+_NEAR = 1.005  # of the lower bound: nothing to gain by recomputation
 _PAIR_SECONDS = 1.0  # at least, where passes may be paired
 _SMALL = 1600  # passes of a problem that can be searched several times
 _STEPS_BELOW = 2
@@ -71,7 +75,7 @@ def search_placement(
     Raises:
         UsageError: the limit is below one microbatch in each chunk.
     """
-    if request.costs.has_states:
+    if request.costs.recomputes_or_offloads:
         alone = replace(request, costs=request.costs.with_all_kept())
 
         def all_kept() -> Schedule:
@@ -88,8 +92,13 @@ def search_placement(
                 most=most,
             )
 
-        orders = [*known, *(orders_to_move(name, placement, alone) if request.costs.copy else ())]
-        return with_states(name, placement, request, peak_microbatches, all_kept, orders)
+        orders = [
+            *known,
+            *(orders_to_offload(name, placement, alone) if request.costs.copy else ()),
+        ]
+        return with_recompute_or_offload(
+            name, placement, request, peak_microbatches, all_kept, orders
+        )
     table = request.costs.for_placement(placement)
     m = request.num_microbatches
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
@@ -124,8 +133,8 @@ def search_placement(
     return with_pairs([schedule, *fitting], request, peak_microbatches, more, split=split)
 
 
-def orders_to_move(name: str, placement: Placement, request: Request) -> list[Schedule]:
-    """Return orders of a placement that hold more than the limit, and less, to be moved from."""
+def orders_to_offload(name: str, placement: Placement, request: Request) -> list[Schedule]:
+    """Return orders to offload from, which hold more than the limit, and less."""
     p, free = request.pipeline_size, replace(request, limit=Limit())
     return [search_placement(name, placement, free, held) for held in (p, p / 2 + 1, p / 3 + 1)]
 
@@ -156,7 +165,7 @@ def with_pairs(
     return replace(best, name=name)
 
 
-def with_states(
+def with_recompute_or_offload(
     name: str,
     placement: Placement,
     request: Request,
@@ -164,18 +173,18 @@ def with_states(
     all_kept: Callable[[], Schedule],
     orders: Sequence[Schedule] = (),
 ) -> Schedule:
-    """Return the fastest of what keeps every activation, drops some, or moves some to the host.
+    """Return the fastest schedule that keeps every activation, recomputes some, or offloads some.
 
     ``orders`` are schedules of the placement to start from, whatever they hold.
 
     Raises:
-        UsageError: the limit is below one activation, with one input in each chunk if none moves.
+        UsageError: the limit is below one activation, with one input in each chunk without offload.
     """
     table, m = request.costs.for_placement(placement), request.num_microbatches
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
     problem = Problem(placement, m, table, limit)
     ranks = range(placement.pipeline_size)
-    smallest = [state_search.smallest_limit(problem, rank) for rank in ranks]
+    smallest = [recompute_search.smallest_limit(problem, rank) for rank in ranks]
     request.check_feasible(name, limit, smallest)
     found: list[Schedule] = []
     refused: UsageError | None = None
@@ -186,25 +195,25 @@ def with_states(
     bound = _bound(problem)
     if not (found and request.seconds(simulate(found[0], request.costs)) <= bound * _NEAR):
         known = [*(order.without_pairs() for order in orders), *found]
-        found += _moved(name, known, request, limit, bound) if table.copy else []
-        seconds = _QUICK_STATE_SECONDS if request.quick else STATE_SECONDS
-        effort = effort_of(problem, seconds, STATES)
-        states = (
-            state_search.search_states(name, problem, effort, bound, known)
+        found += _offloaded(name, known, request, limit, bound) if table.copy else []
+        seconds = _QUICK_RECOMPUTE_SECONDS if request.quick else RECOMPUTE_SECONDS
+        effort = effort_of(problem, seconds, RECOMPUTE)
+        found_with_r = (
+            recompute_search.search_recompute(name, problem, effort, bound, known)
             if table.recompute
             else None
         )
-        if states is not None:
-            found.append(fuse_for_free(states, request.costs))
-        if states is not None and table.communicates:
+        if found_with_r is not None:
+            found.append(fuse_for_free(found_with_r, request.costs))
+        if found_with_r is not None and table.communicates:
             effort = effort_of(problem, seconds, PAIRS)
             known = [*(order.without_pairs() for order in orders), *found]
-            paired = search_paired_states(name, problem, effort, bound, known)
+            paired = search_paired_recompute(name, problem, effort, bound, known)
             found += [] if paired is None else [fuse_for_free(paired, request.costs)]
     if not found and table.copy:
-        found = _moved(name, [_one_at_a_time(name, placement, m)], request, limit, bound)
+        found = _offloaded(name, [_one_at_a_time(name, placement, m)], request, limit, bound)
     if not found:
-        raise refused or UsageError(f"{name}: no order fits that moves activations to the host")
+        raise refused or UsageError(f"{name}: no order fits that offloads activations")
     return min(found, key=lambda entry: request.seconds(simulate(entry, request.costs)))
 
 
@@ -225,26 +234,26 @@ def _one_at_a_time(name: str, placement: Placement, num_microbatches: int) -> Sc
     return Schedule(name, placement, num_microbatches, ranks)
 
 
-def _moved(
+def _offloaded(
     name: str, orders: Sequence[Schedule], request: Request, limit: Sequence[float], bound: float
 ) -> list[Schedule]:
-    """Return known orders that keep the limit with moves, each B by itself and its W behind it.
+    """Return known orders that keep the limit with offload, each B by itself and its W behind it.
 
-    A W that comes later holds what moves are to free. Where copies take much of the time, some
-    units of the fastest order are dropped instead, if that is allowed.
+    A W that comes later holds what offload is to free. Where copies take much of the time, some
+    units of the fastest order are recomputed instead, if that is allowed.
     """
     split = [split_all(order) for order in orders]
-    moved = [place_moves(order, request.costs, limit) for order in split]
-    timelines = [(simulate(s, request.costs), i) for i, s in enumerate(moved) if s is not None]
+    offloaded = [place_offload(order, request.costs, limit) for order in split]
+    timelines = [(simulate(s, request.costs), i) for i, s in enumerate(offloaded) if s is not None]
     if request.costs.recompute and timelines:
         fastest, at = min(timelines, key=lambda entry: request.seconds(entry[0]))
         if _waits_for_copies(fastest):
-            fewer = (with_drops(split[at], share) for share in _DROPPED)
-            moved += [place_moves(order, request.costs, limit) for order in fewer]
+            fewer = (with_recomputed(split[at], share) for share in _RECOMPUTED)
+            offloaded += [place_offload(order, request.costs, limit) for order in fewer]
     kept = [s for s in split if keeps(simulate(s, request.costs).peak_memory, limit)]
-    starts = [*filter(None, moved), *kept]
+    starts = [*filter(None, offloaded), *kept]
     starts.sort(key=lambda start: request.seconds(simulate(start, request.costs)))
-    polished = (polish_moves(s, request.costs, limit, bound) for s in starts[:_POLISHED])
+    polished = (polish_offload(s, request.costs, limit, bound) for s in starts[:_POLISHED])
     fitting = [*polished, *starts[_POLISHED:]]
     return [replace(fuse_for_free(s, request.costs), name=name) for s in fitting]
 

@@ -21,8 +21,8 @@ from megatron_zb.schedules.search.inner_loops import (
     PairCosts,
     PairPriorities,
     Priorities,
+    RecomputeCosts,
     ReplaySpace,
-    States,
 )
 from megatron_zb.schedules.search.kernels import Engine, available
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
@@ -157,7 +157,7 @@ class Runner:
 
     Args:
         pair_costs: where passes communicate, which pairs hide.
-        states: where activations are recomputed: orders have an R of every unit.
+        recompute: where activations are recomputed: orders have an R of every unit.
     """
 
     def __init__(
@@ -165,10 +165,10 @@ class Runner:
         problem: Problem,
         engine: Engine,
         pair_costs: PairCosts | None = None,
-        states: States | None = None,
+        recompute: RecomputeCosts | None = None,
     ) -> None:
         self.problem, self.engine, self.runs = problem, engine, 0
-        self.pair_costs, self.states = pair_costs, states
+        self.pair_costs, self.recompute = pair_costs, recompute
         self.inputs = problem.graph(engine)
         self.order = engine.integers([0] * problem.num_passes)
         self.block = problem.placement.num_stages * problem.num_microbatches
@@ -182,7 +182,7 @@ class Runner:
 
     def _new_space(self) -> tuple[GreedySpace, ReplaySpace]:
         placement = self.problem.placement
-        p, codes = placement.pipeline_size, (3 if self.states is None else 4) * self.block
+        p, codes = placement.pipeline_size, (3 if self.recompute is None else 4) * self.block
 
         def floats(count: int) -> Any:
             return self.engine.floats([0.0] * count)
@@ -351,7 +351,7 @@ class Runner:
             self.pair_costs,
             moves,
             self.replay_space,
-            self.states,
+            self.recompute,
             order=now[0],
             flags=now[1],
             best=best[0],
@@ -433,7 +433,7 @@ class Pace:
 
 SINGLE = Pace(20, 3, 14, Effort(runs=4000, moves=120_000))
 RESTARTS = Pace(20, 3, 14, Effort(runs=6000, moves=90_000))
-STATES = Pace(20, 3, 25, Effort(runs=3000, moves=600_000))
+RECOMPUTE = Pace(20, 3, 25, Effort(runs=3000, moves=600_000))
 PAIRS = Pace(50, 30, 24, Effort(runs=20_000, moves=700_000), (3, 1))  # for 8 ranks, 32 microbatches
 
 

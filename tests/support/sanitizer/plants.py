@@ -9,10 +9,10 @@ from unittest import mock
 
 import torch
 
-from megatron_zb.runtime.activation_memory import MovedActivations, StreamEngines, _end
+from megatron_zb.runtime.activation_memory import OffloadedActivations, StreamEngines, _end
 from megatron_zb.runtime.channels import Channels
 
-_TAKE, _BEGIN_IN = Channels.take, MovedActivations.begin_copy_in
+_TAKE, _BEGIN_IN = Channels.take, OffloadedActivations.begin_copy_in
 
 
 def _take_without_wait(self: Any, message: Any) -> torch.Tensor:
@@ -64,12 +64,12 @@ PLANTS: dict[str, tuple[tuple[type, str, Callable[..., Any]], ...]] = {
     "no wait for a message": ((Channels, "take", _take_without_wait),),
     "a received buffer that is not recorded": ((Channels, "take", _take_without_record),),
     "sends forgotten at once": ((Channels, "send", _send_and_forget),),
-    "memory freed before it is copied": ((MovedActivations, "end_copy_out", _free_at_once),),
+    "memory freed before it is copied": ((OffloadedActivations, "end_copy_out", _free_at_once),),
     "host memory given back early": (
-        (MovedActivations, "begin_copy_in", _give_back_at_once),
-        (MovedActivations, "end_copy_in", _end_without_giving),
+        (OffloadedActivations, "begin_copy_in", _give_back_at_once),
+        (OffloadedActivations, "end_copy_in", _end_without_giving),
     ),
-    "no wait for a copy in": ((MovedActivations, "end_copy_in", _end_without_wait),),
+    "no wait for a copy in": ((OffloadedActivations, "end_copy_in", _end_without_wait),),
     "copies that wait for nothing": ((StreamEngines, "begin", _begin_behind_nothing),),
 }
 """What is replaced, by the name of the bug."""

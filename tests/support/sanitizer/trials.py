@@ -12,7 +12,7 @@ import gpt_cases
 import torch.distributed as dist
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from joined import dropping, joined
-from states import with_states
+from recompute_offload import with_recompute_offload
 
 from megatron_zb import schedules
 from megatron_zb.runtime.activation_memory import StreamEngines
@@ -54,7 +54,7 @@ class Trial:
         )
         if self.recomputed:
             return dropping(joined(kept))
-        return joined(kept) if self.pairs else with_states(kept, 3, self.drop, self.move)
+        return joined(kept) if self.pairs else with_recompute_offload(kept, 3, self.drop, self.move)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Activations that a schedule drops or moves to the host, in plan."""
+"""Activations that a schedule recomputes or moves to the host, in plan."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_seconds_of_copies_are_those_of_the_link() -> None:
     (candidate,) = candidates_of(["v-half"])[2:]
     staged = cut_into_stages(load(small()), candidate, None)
     assert staged is not None
-    costs = replace(staged, moves=True).costs(blocking=False)
+    costs = replace(staged, offloads=True).costs(blocking=False)
     host = a100().host
     assert host is not None
     assert costs.copy == pytest.approx([size / host.bandwidth for size in costs.activation])
@@ -59,8 +59,8 @@ def test_seconds_of_copies_are_those_of_the_link() -> None:
 
 @pytest.mark.slow
 def test_what_moving_brings_is_told_beside_what_keeps_all() -> None:
-    kept, moved = plan(6.2), plan(6.2, moves=True)
-    row, usual = moved.with_states, moved.all_kept
+    kept, moved = plan(6.2), plan(6.2, offloads=True)
+    row, usual = moved.recompute_or_offload, moved.all_kept
     assert row is not None
     assert usual is not None
     assert row.offloaded > 0

@@ -52,17 +52,17 @@ class Problem:
 
     placement: Placement
     num_microbatches: int
-    drops: bool
-    moves: bool
+    recomputes: bool
+    offloads: bool
     limit: float
 
     @property
     def costs(self) -> Costs:
         p = self.placement.pipeline_size
         costs = Costs.uniform(pipeline_size=p, forward=20, backward=24, weight=16, p2p=1)
-        if self.drops:
+        if self.recomputes:
             costs = costs.with_recomputation(kept_input=0.1)
-        return costs.with_offload(seconds=18) if self.moves else costs
+        return costs.with_offload(seconds=18) if self.offloads else costs
 
     @property
     def limits(self) -> tuple[float, ...]:
@@ -116,8 +116,10 @@ def main() -> None:
 def _problems() -> Iterator[Problem]:
     for (p, m), chunks in product(SIZES, (1, 2)):
         placement = looped(p, 1) if chunks == 1 else wave(p, 2)
-        for (drops, moves), limit in product(((True, False), (False, True), (True, True)), LIMITS):
-            yield Problem(placement, m, drops, moves, limit)
+        for (recomputes, offloads), limit in product(
+            ((True, False), (False, True), (True, True)), LIMITS
+        ):
+            yield Problem(placement, m, recomputes, offloads, limit)
 
 
 def _solved(problem: Problem, seconds: float) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from gpt_cases import GPTCase, differences, run
 from ranks import RankPools
+from recompute_offload import with_recompute_offload
 from state_cases import PARALLEL, SMALL_GPTS, counted
-from states import with_states
 
 from megatron_zb import schedules
 from megatron_zb.schedules import Schedule
@@ -17,7 +17,7 @@ from megatron_zb.schedules import Schedule
 
 def dropping(schedule: Schedule, seed: int, share: float = 0.6) -> Schedule:
     """The same order, with R of some units anywhere between their F and their B."""
-    return with_states(schedule, seed, drop=share)
+    return with_recompute_offload(schedule, seed, drop=share)
 
 
 def order(name: str, seed: int) -> Schedule:

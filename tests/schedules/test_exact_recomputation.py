@@ -1,28 +1,28 @@
-"""Schedules that drop and move activations, and their lower bound, beside the exact solver."""
+"""Schedules that recompute and offload, and their lower bound, beside the exact solver."""
 
 from __future__ import annotations
 
 import statistics
 from functools import cache
 
-import exact_states
+import exact_recomputation
 import pytest
-from exact_states import Problem
+from exact_recomputation import Problem
 
 from megatron_zb.schedules.placement import looped, wave
 from megatron_zb.schedules.simulator import simulate
 
 PROBLEMS = [
-    Problem(placement, m, drops, moves, limit)
+    Problem(placement, m, recomputes, offloads, limit)
     for placement, m in ((looped(2, 1), 3), (looped(3, 1), 3), (wave(2, 2), 2))
-    for drops, moves in ((True, False), (False, True), (True, True))
+    for recomputes, offloads in ((True, False), (False, True), (True, True))
     for limit in (1.0, 1.5, 2.0)
 ]
 
 
 @cache
-def optimum(problem: Problem) -> exact_states.Optimum:
-    found = exact_states.optimum(
+def optimum(problem: Problem) -> exact_recomputation.Optimum:
+    found = exact_recomputation.optimum(
         problem.placement, problem.num_microbatches, problem.costs, problem.limits
     )
     assert found is not None

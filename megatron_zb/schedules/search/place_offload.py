@@ -1,9 +1,10 @@
-"""Orders with moves to the host: which units, when they come back, and a local search.
+"""Orders with offload: which units go to the host, when they come back, and a local search.
 
-As in *PipeOffload* (arXiv 2503.01328), units that are held longest are moved first. Both ends of a
-move have their place in the order, so that memory is kept whatever a copy takes. Then passes trade
-places, and units change their state. Every candidate is simulated as a whole, which is for small
-problems; the effort is counted only from sizes, so that every rank of a job finds the same.
+As in *PipeOffload* (arXiv 2503.01328), units that are held longest are offloaded first. Both ends
+of an offload have their place in the order, so that memory is kept whatever a copy takes. Then
+passes trade places, and units are offloaded or kept. Every candidate is simulated as a whole, which
+is for small problems; the effort is counted only from sizes, so that every rank of a job finds the
+same.
 """
 
 from __future__ import annotations
@@ -32,32 +33,32 @@ _TURNS = 3  # in each, units come back when the timeline of the one before needs
 _ROUNDING = 1 + 1e-9
 
 
-def place_moves(schedule: Schedule, costs: Priced, limit: Sequence[float]) -> Schedule | None:
-    """Return an order with the moves that keep the limit, in as little time as a few turns find.
+def place_offload(schedule: Schedule, costs: Priced, limit: Sequence[float]) -> Schedule | None:
+    """Return an order with the offload that keeps the limit, in as little time as a few turns find.
 
     Args:
-        schedule: an order in which no activation is moved, whatever it holds.
+        schedule: an order in which no activation is offloaded, whatever it holds.
         costs: those with :meth:`~costs.Costs.with_offload`.
         limit: memory of each rank, in units of activation.
 
-    None where moves do not keep the limit, or the host cannot hold what they move.
+    None where offload does not keep the limit, or the host cannot hold what it would.
     """
     found = [
-        moved
+        offloaded
         for earlier in _EARLIER
-        if (moved := _in_turns(schedule, costs, limit, earlier)) is not None
+        if (offloaded := _in_turns(schedule, costs, limit, earlier)) is not None
     ]
     best = min(found, key=lambda timeline: timeline.makespan, default=None)
     return best.schedule if best is not None else None
 
 
-def with_drops(schedule: Schedule, share: float) -> Schedule:
+def with_recomputed(schedule: Schedule, share: float) -> Schedule:
     """Return the order with an R right before the B of a share of the units of each stage."""
     last = schedule.placement.num_stages - 1
 
     def passes(p: Pass) -> Iterator[Pass]:
-        dropped = int((p.microbatch + 1) * share) > int(p.microbatch * share)
-        if p.kind in _BACKWARD and p.stage != last and dropped:
+        recomputed = int((p.microbatch + 1) * share) > int(p.microbatch * share)
+        if p.kind in _BACKWARD and p.stage != last and recomputed:
             yield Pass(PassKind.R, *_unit(p))
         yield p
 
@@ -110,7 +111,7 @@ class _Line:
         self._copy = {u: costs.of(u[1]).copy[u[0]] for u, _, _ in self._backwards}
 
     def placed(self, earlier: float) -> tuple[Pass, ...] | None:
-        """Return the passes with D and H of what is moved, None if that does not keep the limit."""
+        """Return the passes with D and H of offloaded units, None above the limit."""
         line = self._with_fetches(earlier)
         if line is None:
             return None
@@ -137,11 +138,11 @@ class _Line:
     def _with_fetches(self, earlier: float) -> list[Pass] | None:
         """Return the passes with an H of each unit: when it is wanted, or later, when it fits."""
         wanted, line, held = deque(self._wanted()), list[Pass](), 0.0
-        moved, ran = {unit for unit, _, _ in self._backwards}, set[tuple[int, int]]()
+        offloaded, ran = {unit for unit, _, _ in self._backwards}, set[tuple[int, int]]()
         for i, p in enumerate(self._passes):
             while wanted and wanted[0][0] in ran:
                 unit, place, begin = wanted[0]
-                fits = held + self._most(moved, i, place) + self._size[unit] <= self._limit
+                fits = held + self._most(offloaded, i, place) + self._size[unit] <= self._limit
                 begin -= earlier * self._copy[unit]
                 if place > i and not (fits and begin < self._ends[i]):
                     break
@@ -151,22 +152,22 @@ class _Line:
             line.append(p)
             if held + max(0.0, self._change[p]) > self._limit:
                 return None
-            held += self._after(p, moved)
+            held += self._after(p, offloaded)
             if p.kind is PassKind.F:
                 ran.add(_unit(p))
         return line
 
-    def _after(self, p: Pass, moved: set[tuple[int, int]]) -> float:
+    def _after(self, p: Pass, offloaded: set[tuple[int, int]]) -> float:
         """Return what a pass leaves on the device, if the copies of offloaded units have ended."""
-        is_moved = p.kind is PassKind.F and _unit(p) in moved
-        return self._change[p] - self._size[_unit(p)] * is_moved
+        is_offloaded = p.kind is PassKind.F and _unit(p) in offloaded
+        return self._change[p] - self._size[_unit(p)] * is_offloaded
 
-    def _most(self, moved: set[tuple[int, int]], start: int, stop: int) -> float:
+    def _most(self, offloaded: set[tuple[int, int]], start: int, stop: int) -> float:
         """Return the most memory that the passes from one place to another add to what is held."""
         held = most = 0.0
         for p in self._passes[start:stop]:
             most = max(most, held + self._change[p])
-            held += self._after(p, moved)
+            held += self._after(p, offloaded)
         return max(most, held)
 
     def _without_needless(self, line: Sequence[Pass]) -> list[Pass]:
@@ -186,12 +187,12 @@ class _Line:
 
     def _held(self, line: Sequence[Pass]) -> npt.NDArray[np.float64]:
         """Return what is held at most in each pass, if all copies of what it moves have ended."""
-        moved, held, most = {_unit(p) for p in line if p.kind is PassKind.H}, 0.0, []
+        offloaded, held, most = {_unit(p) for p in line if p.kind is PassKind.H}, 0.0, []
         for p in line:
             if p.kind is PassKind.H:
                 during = after = held + self._size[_unit(p)]
             else:
-                during, after = held + self._change[p], held + self._after(p, moved)
+                during, after = held + self._change[p], held + self._after(p, offloaded)
             most.append(max(during, after))
             held = after
         return np.array(most)
@@ -201,7 +202,7 @@ class _Line:
 
         A unit whose memory nobody needs until it would come back is kept.
         """
-        moved, held = {_unit(p) for p in line if p.kind is PassKind.H}, 0.0
+        offloaded, held = {_unit(p) for p in line if p.kind is PassKind.H}, 0.0
         on_device: deque[tuple[int, int]] = deque()
         for p in line:
             unit = _unit(p)
@@ -214,7 +215,7 @@ class _Line:
                 held -= self._size[on_device.popleft()]
             yield p
             held += change
-            if p.kind is PassKind.F and unit in moved:
+            if p.kind is PassKind.F and unit in offloaded:
                 on_device.append(unit)
 
 
@@ -226,18 +227,18 @@ _LARGEST = 200  # passes of a schedule that is worth it
 _THRESHOLD = 0.75  # the loss that is accepted at first in each round, in mean passes
 _ROUNDS = 4
 _FARTHEST = 8  # places that a pass goes at once
-_STATES = 0.25  # share of candidates in which a unit changes its state
+_OFFLOAD_CHANGES = 0.25  # share of candidates in which a unit is offloaded, or no longer
 _FURTHER = 0.5  # share of changes that another one follows
-_OF_MOVES = (PassKind.D, PassKind.H)
+_OFFLOAD = (PassKind.D, PassKind.H)
 
 
-def polish_moves(
+def polish_offload(
     schedule: Schedule, costs: Priced, limit: Sequence[float], bound: float
 ) -> Schedule:
-    """Return an order with moves that keeps the limit in no more time than this one.
+    """Return an order with offload that keeps the limit in no more time than this one.
 
     Args:
-        schedule: an order with moves that keeps the limit; large ones are returned as they are.
+        schedule: an order with offload that keeps the limit; large ones are returned as they are.
         bound: a makespan at which nothing is left to gain.
     """
     size = sum(map(len, schedule.ranks))
@@ -289,8 +290,8 @@ class _Polish:
         lines = [list(rank) for rank in self._now.schedule.ranks]
         while True:
             line = self._rng.choice(lines)
-            if self._rng.random() < _STATES:
-                self._change_state(line)
+            if self._rng.random() < _OFFLOAD_CHANGES:
+                self._change_offload(line)
             elif not self._shift(line):
                 return None
             if self._rng.random() >= _FURTHER:
@@ -307,12 +308,12 @@ class _Polish:
         passed = line[min(start, stop) : max(start, stop) + 1]
         return not any(q is not p and _in_turn(p, q) for q in passed)
 
-    def _change_state(self, line: list[Pass]) -> None:
-        """Keep a unit that was moved, or move one that was kept, for any part of its time."""
+    def _change_offload(self, line: list[Pass]) -> None:
+        """Keep an offloaded unit, or offload one that is kept, for any part of its time."""
         backward = (PassKind.B, PassKind.BW)
         b = self._rng.choice([p for p in line if p.kind in backward])
         unit = b[1:]
-        moves = [p for p in line if p[1:] == unit and p.kind in _OF_MOVES]
+        moves = [p for p in line if p[1:] == unit and p.kind in _OFFLOAD]
         if moves:
             line[:] = [p for p in line if p not in moves]
         elif b.stage != self._last and Pass(PassKind.R, *unit) not in line:
@@ -325,4 +326,4 @@ class _Polish:
 def _in_turn(p: Pass, q: Pass) -> bool:
     """Return whether one of two passes of a rank has to come before the other."""
     same_unit = p[1:] == q[1:]
-    return same_unit or (p.stage == q.stage and p.kind is q.kind and p.kind not in _OF_MOVES)
+    return same_unit or (p.stage == q.stage and p.kind is q.kind and p.kind not in _OFFLOAD)

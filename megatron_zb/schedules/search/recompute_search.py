@@ -1,10 +1,10 @@
-"""Search for an order and for its states: activations kept from F to B, or recomputed.
+"""Search for an order and for its recomputation: which activations are kept from F to B.
 
-Memory buys time in two ways: another order holds less, and a unit that is dropped holds its input
-alone until R makes its activation again. Neither by itself is good below half of 1F1B's memory. So
-orders are found as if every unit were dropped in part, for less memory and a longer B; then units
-are kept as long as there is room; and then a local search moves passes, R among them, and changes
-what is kept.
+Memory buys time in two ways: another order holds less, and a unit that is recomputed holds only its
+input until R computes its activation. Neither by itself is good below half of 1F1B's memory. So
+orders are found as if every unit were recomputed in part, for less memory and a longer B; then
+units are kept as long as there is room; and then a local search moves passes, R among them, and
+changes what is kept.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.hill_climbing import search
-from megatron_zb.schedules.search.inner_loops import States
+from megatron_zb.schedules.search.inner_loops import RecomputeCosts
 from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.runner import Coded, Effort, Problem, Runner
 from megatron_zb.schedules.stage_costs import StageCosts
 
-# Shares of units that are dropped while an order is looked for: of the chunks of a rank that hold
-# their activations longest, the first half, and of the others.
+# Shares of units that are recomputed while an order is looked for: of the chunks of a rank that
+# hold their activations longest, the first half, and of the others.
 _SHARES = ((1.0, 1.0), (0.9, 0.9), (0.75, 0.75), (0.5, 0.5), (0.25, 0.25), (1.0, 0.0), (0.5, 0.0))
 _THRESHOLD = 0.3  # the loss that polishing accepts at first, in mean passes
 _LEAST = 1e-6  # of an activation: orders are found for memory that is not nothing
@@ -45,18 +45,18 @@ def smallest_limit(problem: Problem, rank: int) -> float:
     return sum(kept) + extra
 
 
-def search_states(
+def search_recompute(
     name: str, problem: Problem, effort: Effort, lower_bound: float, known: Iterable[Schedule]
 ) -> Schedule | None:
-    """Return the fastest schedule found that keeps the limit, with R where units are dropped.
+    """Return the fastest schedule found that keeps the limit, with R where units are recomputed.
 
     ``known`` are schedules of the placement, whatever they hold, whose orders take part. None if
     none was found.
     """
-    runner = StateRunner(problem, effort)
+    runner = RecomputeRunner(problem, effort)
     good_enough = lower_bound * (1 + 1e-9)
     orders = [*(s.ranks for s in known), *_mixed_orders(problem, effort)]
-    starts = [coded for order in orders if (coded := runner.with_states(order)) is not None]
+    starts = [coded for order in orders if (coded := runner.with_recompute(order)) is not None]
     if not starts:
         return None
     moves = effort.moves // (2 * len(starts))
@@ -78,16 +78,16 @@ def search_states(
 
 
 def _mixed_orders(problem: Problem, effort: Effort) -> Iterator[tuple[tuple[Pass, ...], ...]]:
-    """Yield orders found for costs of units that are dropped in part."""
+    """Yield orders found for costs of units that are recomputed in part."""
     runs = Effort(effort.runs // (2 * len(_SHARES)), effort.runs * 10 // len(_SHARES))
     for mixed in mixed_problems(problem):
         yield search(mixed, runs, 0.0).ranks
 
 
 def mixed_problems(problem: Problem) -> Iterator[Problem]:
-    """Yield problems whose units are dropped in part, twice as many as there are shares at most.
+    """Yield problems whose units are recomputed in part, twice as many as there are shares at most.
 
-    With all memory, and with room for one activation that is being made again.
+    With all memory, and with room for one activation that is being recomputed.
     """
     placement = problem.placement
     ranks = range(placement.pipeline_size)
@@ -109,7 +109,7 @@ def mixed_problems(problem: Problem) -> Iterator[Problem]:
 
 
 def _mixed(placement: Placement, costs: StageCosts, shares: tuple[float, float]) -> StageCosts:
-    """Return the costs of units of which these shares are dropped: less memory, and a longer B."""
+    """Return the costs with these shares of units recomputed: less memory, and a longer B."""
     chunks = placement.chunks
     share = [
         shares[2 * placement.chunk_of(s) >= chunks] if s < placement.num_stages - 1 else 0.0
@@ -151,7 +151,7 @@ class _Rank:
         return (self.held[-1] if self.held else 0.0) + extra <= limit
 
 
-class StateRunner(Runner):
+class RecomputeRunner(Runner):
     """Runner on a problem whose orders have an R of every unit."""
 
     def __init__(self, problem: Problem, effort: Effort) -> None:
@@ -166,9 +166,9 @@ class StateRunner(Runner):
             ]
         )
         seconds = make.floats([row.recompute[s] for s in stages for row in rows])
-        super().__init__(problem, make, states=States(seconds, self._saved))
+        super().__init__(problem, make, recompute=RecomputeCosts(seconds, self._saved))
 
-    def with_states(
+    def with_recompute(
         self, ranks: Sequence[Sequence[Pass]], paired: Collection[Pass] = ()
     ) -> Coded | None:
         """Encode an order, with R right before each B and kept what there is room for.
@@ -176,18 +176,18 @@ class StateRunner(Runner):
         R of a B that is paired comes before the pair. A W that stands too late comes earlier where
         its memory is needed. None if that does not help.
         """
-        dropped = [0] * self.block
+        recomputed = [0] * self.block
         found: list[int] = []
         for rank, passes in enumerate(ranks):
             line = self._with_r(rank, passes, paired)
             if line is None:
                 return None
-            self._keep(line, float(self.inputs.limit[rank]), dropped)
+            self._keep(line, float(self.inputs.limit[rank]), recomputed)
             found += line.codes
-        return self.engine.integers(found), self.engine.integers(dropped)
+        return self.engine.integers(found), self.engine.integers(recomputed)
 
     def _with_r(self, rank: int, passes: Sequence[Pass], paired: Collection[Pass]) -> _Rank | None:
-        """Return a rank's codes with everything dropped that can be."""
+        """Return a rank's codes with everything recomputed that can be."""
         block, limit = self.block, float(self.inputs.limit[rank])
         memory, line = self.inputs.memory, _Rank([], [])
         pending: list[int] = []  # units whose W is to come
@@ -224,7 +224,7 @@ class StateRunner(Runner):
     def _unit(self, p: Pass) -> int:
         return p.stage * self.problem.num_microbatches + p.microbatch
 
-    def _keep(self, line: _Rank, limit: float, dropped: list[int]) -> None:
+    def _keep(self, line: _Rank, limit: float, recomputed: list[int]) -> None:
         """Keep what there is room for, the units first whose B follows their F soonest."""
         block = self.block
         place = {code: i for i, code in enumerate(line.codes)}
@@ -236,7 +236,7 @@ class StateRunner(Runner):
                 for i in span:
                     line.held[i] += saved
             else:
-                dropped[unit] = 1
+                recomputed[unit] = 1
 
     def schedule(self, name: str, coded: Coded) -> Schedule:
         """Decode a schedule; what is kept has no R."""

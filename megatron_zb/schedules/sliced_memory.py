@@ -2,7 +2,7 @@
 
 Orders come from builders that keep every activation, with as much memory as the limit or more. Each
 R stands right before its B: it needs nothing of other ranks, and fills the wait for the gradient.
-Keys and values of a dropped slice stay, since later slices attend to them.
+Keys and values of a recomputed or offloaded slice remain, since later slices attend to them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.place_moves import place_moves
+from megatron_zb.schedules.search.place_offload import place_offload
 from megatron_zb.schedules.search.place_w import split_all
 from megatron_zb.schedules.simulator import Timeline, simulate
 from megatron_zb.schedules.stage_costs import Priced
@@ -26,7 +26,7 @@ _ROUNDING = 1 + 1e-9
 
 
 def fitted(orders: Iterable[Schedule], costs: Priced, limit: Sequence[float]) -> list[Timeline]:
-    """Return what fits of orders, as they are, with R, or with moves to the host.
+    """Return what fits of orders, as they are, with R, or with D and H.
 
     Args:
         orders: schedules of slices that keep every activation, whatever they hold.
@@ -45,7 +45,7 @@ def fitted(orders: Iterable[Schedule], costs: Priced, limit: Sequence[float]) ->
             if timeline.costs.recompute:
                 tried.append(with_recomputation(each, costs, limit))
             if timeline.costs.copy:
-                tried.append(place_moves(split_all(each), costs, limit))
+                tried.append(place_offload(split_all(each), costs, limit))
     found += [simulate(each, costs) for each in tried if each is not None]
     return [it for it in found if keeps(it.peak_memory, limit)]
 
@@ -65,8 +65,8 @@ def _with_early_weights(order: Schedule) -> Schedule:
     return replace(order, ranks=tuple(ranks))
 
 
-def least_if_dropped(order: Schedule, costs: Priced) -> list[float]:
-    """Return the memory that each rank needs if it drops or moves every slice that it can."""
+def least_with_recomputation(order: Schedule, costs: Priced) -> list[float]:
+    """Return the memory of each rank that recomputes or offloads every slice that it can."""
     timeline = simulate(_with_early_weights(order), costs)
     return [max(_SlicedRank(timeline, rank).held, default=0.0) for rank in range(len(order.ranks))]
 
@@ -74,7 +74,7 @@ def least_if_dropped(order: Schedule, costs: Priced) -> list[float]:
 def with_recomputation(
     schedule: Schedule, costs: Priced, limit: Sequence[float]
 ) -> Schedule | None:
-    """Return an order with the R that keep the limit, None where dropping all does not keep it."""
+    """Return an order with the R that keep the limit, None where no number of R does."""
     timeline, ranks = simulate(schedule, costs), []
     for rank, most in enumerate(limit):
         line = _SlicedRank(timeline, rank)
@@ -86,7 +86,7 @@ def with_recomputation(
 
 
 class _SlicedRank:
-    """The passes of a rank, with an R for every slice that may be dropped, and what is held."""
+    """The passes of a rank, with an R for every slice that may be recomputed, and what is held."""
 
     def __init__(self, timeline: Timeline, rank: int) -> None:
         schedule, self._costs = timeline.schedule, timeline.costs
@@ -110,8 +110,8 @@ class _SlicedRank:
     def _held_at_most(self, schedule: Schedule) -> npt.NDArray[np.float64]:
         held, most = 0.0, []
         for p in self._line:
-            dropped = (p.stage, p.microbatch) in self._again
-            change = schedule.rules.memory_change(p, self._costs, recomputed=dropped)
+            recomputed = (p.stage, p.microbatch) in self._again
+            change = schedule.rules.memory_change(p, self._costs, recomputed=recomputed)
             most.append(held + max(change, 0.0))
             held += change
         return np.array(most)
@@ -127,7 +127,7 @@ class _SlicedRank:
                 del self._again[unit]
 
     def passes(self) -> Iterator[Pass]:
-        """Yield the passes, with the R of what is dropped."""
+        """Yield the passes, with the R of recomputed slices."""
         for p in self._line:
             if p.kind is not PassKind.R or (p.stage, p.microbatch) in self._again:
                 yield p

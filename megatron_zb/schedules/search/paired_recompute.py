@@ -19,21 +19,21 @@ from megatron_zb.schedules.search.pair_search import (
     pair_costs_of,
     paired_flags,
 )
+from megatron_zb.schedules.search.recompute_search import RecomputeRunner, mixed_problems
 from megatron_zb.schedules.search.runner import Coded, Effort, Problem
-from megatron_zb.schedules.search.state_search import StateRunner, mixed_problems
 
 _POOL = 4  # starts that are polished further, the fastest ones
 _THRESHOLDS = (0.3, 0.15, 0.3)  # the loss that polishing accepts at first, in mean passes
 
 
-def search_paired_states(
+def search_paired_recompute(
     name: str, problem: Problem, effort: Effort, lower_bound: float, known: Iterable[Schedule]
 ) -> Schedule | None:
     """Return the fastest schedule found that keeps the limit, None if none was found.
 
     ``known`` are schedules of the placement, whatever they hold, whose orders and pairs take part.
     """
-    runner = _PairedStateRunner(problem, effort)
+    runner = _PairedRecomputeRunner(problem, effort)
     good_enough = lower_bound * (1 + 1e-9)
     orders = [*known, *_mixed_orders(name, problem, effort)]
     starts = [coded for order in orders if (coded := runner.encoded(order)) is not None]
@@ -57,7 +57,7 @@ def search_paired_states(
 
 
 def _mixed_orders(name: str, problem: Problem, effort: Effort) -> Iterator[Schedule]:
-    """Yield orders with pairs, found for costs of units that are dropped in part."""
+    """Yield orders with pairs, found for costs of units that are recomputed in part."""
     problems = list(mixed_problems(problem))
     for mixed in problems:
         runner = PairRunner(mixed, effort)
@@ -66,7 +66,7 @@ def _mixed_orders(name: str, problem: Problem, effort: Effort) -> Iterator[Sched
                 yield runner.schedule(name, runner.copied())
 
 
-class _PairedStateRunner(StateRunner):
+class _PairedRecomputeRunner(RecomputeRunner):
     """Runner on orders of F, B and W whose flags mark pairs and passes with an R."""
 
     def __init__(self, problem: Problem, effort: Effort) -> None:
@@ -74,14 +74,14 @@ class _PairedStateRunner(StateRunner):
         self.pair_costs = pair_costs_of(problem, self.engine)
 
     def encoded(self, schedule: Schedule) -> Coded | None:
-        """Encode a schedule, with what it pairs, and drop what there is no room for."""
-        coded = self.with_states(schedule.ranks, schedule.pairs)
+        """Encode a schedule, with what it pairs, and recompute what the limit has no room for."""
+        coded = self.with_recompute(schedule.ranks, schedule.pairs)
         if coded is None:
             return None
-        order, dropped = coded
+        order, recomputed = coded
         codes = [int(code) for code in order if code < 3 * self.block]
         flags = paired_flags(schedule, self.block)
-        flags = [flag + 2 * int(drop) for flag, drop in zip(flags, dropped, strict=True)]
+        flags = [flag + 2 * int(again) for flag, again in zip(flags, recomputed, strict=True)]
         return self.engine.integers(codes), self.engine.integers(flags)
 
     def schedule(self, name: str, coded: Coded) -> Schedule:
@@ -89,19 +89,19 @@ class _PairedStateRunner(StateRunner):
         order, flags = coded
         problem, m = self.problem, self.problem.num_microbatches
         pairs = joined_passes(flags, m)
-        dropped = {divmod(unit, m) for unit, flag in enumerate(flags) if flag >= 2}
+        recomputed = {divmod(unit, m) for unit, flag in enumerate(flags) if flag >= 2}
         ranks = self.passes((order, [0] * self.block))
-        with_r = tuple(tuple(_with_r(passes, pairs, dropped)) for passes in ranks)
+        with_r = tuple(tuple(_with_r(passes, pairs, recomputed)) for passes in ranks)
         return Schedule(name, problem.placement, m, with_r, pairs=pairs)
 
 
 def _with_r(
-    passes: Sequence[Pass], pairs: frozenset[Pass], dropped: set[tuple[int, int]]
+    passes: Sequence[Pass], pairs: frozenset[Pass], recomputed: set[tuple[int, int]]
 ) -> Iterator[Pass]:
     """Yield the passes of a rank, with each R before its B, or before the pair that B is in."""
     for place, p in enumerate(passes):
         backward = passes[place + 1] if p in pairs else p
         is_second = place > 0 and passes[place - 1] in pairs
-        if backward.kind is PassKind.B and backward[1:] in dropped and not is_second:
+        if backward.kind is PassKind.B and backward[1:] in recomputed and not is_second:
             yield backward._replace(kind=PassKind.R)
         yield p

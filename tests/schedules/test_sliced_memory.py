@@ -14,10 +14,10 @@ from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.sliced_states import (
+from megatron_zb.schedules.sliced_memory import (
     _with_early_weights,
     fitted,
-    least_if_dropped,
+    least_with_recomputation,
     with_recomputation,
 )
 from megatron_zb.schedules.slices import SlicedRules, Slicing
@@ -100,7 +100,7 @@ def test_nothing_is_dropped_where_there_is_room() -> None:
 def test_all_that_can_be_is_dropped_at_the_least_limit() -> None:
     """Each R right before its B; below, nothing fits. The last stage drops slices, too."""
     order, costs = tiny()
-    least = least_if_dropped(order, costs)
+    least = least_with_recomputation(order, costs)
     found = with_recomputation(order, costs, least)
     assert found is not None
     found.validate()
@@ -119,7 +119,7 @@ def test_all_that_can_be_is_dropped_at_the_least_limit() -> None:
 def test_no_slice_could_be_kept_beside_the_others() -> None:
     """At any limit: keeping one more of those that are dropped exceeds it."""
     order, costs = tiny()
-    least, most = least_if_dropped(order, costs), held(order, costs)
+    least, most = least_with_recomputation(order, costs), held(order, costs)
     for share in (0.1, 0.3, 0.5, 0.7, 0.9):
         limit = [a + share * max(0.0, b - a) for a, b in zip(least, most, strict=True)]
         found = with_recomputation(order, costs, limit)
@@ -156,7 +156,7 @@ def test_weight_gradients_right_behind_their_b_hold_least(joins: bool) -> None:
         for before, behind in pairwise(rank):
             if behind.kind is PassKind.W:
                 assert before == behind._replace(kind=PassKind.B)
-    least = least_if_dropped(order, DROPPED)
+    least = least_with_recomputation(order, DROPPED)
     assert with_recomputation(order, DROPPED, least) is None
     assert with_recomputation(early, DROPPED, least) is not None
 

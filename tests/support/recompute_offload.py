@@ -17,7 +17,9 @@ OF_STATE = {
 }
 
 
-def with_states(schedule: Schedule, seed: int, drop: float = 0.0, move: float = 0.0) -> Schedule:
+def with_recompute_offload(
+    schedule: Schedule, seed: int, drop: float = 0.0, move: float = 0.0
+) -> Schedule:
     """The same order, with R, or D and H, of shares of the units anywhere between F and B.
 
     The last stage has them of slices alone.

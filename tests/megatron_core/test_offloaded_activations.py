@@ -12,8 +12,8 @@ import torch
 from gpt_cases import GPTCase, built, differences, forward_backward, gradients, microbatches
 from hypothesis import strategies as st
 from ranks import RankPools
+from recompute_offload import with_recompute_offload
 from state_cases import PARALLEL, SMALL_GPTS, counted
-from states import with_states
 
 from megatron_zb import schedules
 from megatron_zb.runtime.activation_memory import ThreadEngines
@@ -34,7 +34,7 @@ IN_EVERY_RUN = {("plain", "v-half"), ("experts", "v-half")}
 
 def order(name: str, seed: int, p: int = 2, drop: float = 0.0, move: float = 0.6) -> Schedule:
     kept = schedules.build(name, pipeline_size=p, num_microbatches=5)
-    found = with_states(kept, seed, drop, move)
+    found = with_recompute_offload(kept, seed, drop, move)
     assert found.offloaded
     return found
 
@@ -114,7 +114,7 @@ def test_any_mix_of_states_draws_and_computes_the_same(
     found = ranks(2).run(
         evaluated_between,
         case=GPTCase(dropout=0.1),
-        schedule=with_states(kept, seed, drop, move),
+        schedule=with_recompute_offload(kept, seed, drop, move),
     )
     assert found == [[]] * 2
 
@@ -140,7 +140,7 @@ def test_any_mix_of_states_on_four_ranks_is_upstreams(
     found = ranks(4).run(
         differences,
         case=replace(CASES[what], layers=layers),
-        schedule=with_states(kept, seed, drop, move),
+        schedule=with_recompute_offload(kept, seed, drop, move),
         num_microbatches=[4],
         iterations=2,
     )
@@ -183,7 +183,7 @@ def test_counted_bytes_are_those_of_both_simulated_curves(
     ranks: RankPools, tmp_path: Path, name: str, drop: float, move: float
 ) -> None:
     kept = schedules.build(name, pipeline_size=2, num_microbatches=5)
-    other = with_states(kept, 3, drop, move)
+    other = with_recompute_offload(kept, 3, drop, move)
     found = ranks(2).run(counted, kept=kept, other=other, path=tmp_path / "profile.yaml")
     for device, counted_device, host, counted_host in found:
         assert device == pytest.approx(counted_device, rel=0.05)

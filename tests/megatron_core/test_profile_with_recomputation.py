@@ -14,7 +14,7 @@ from adapters import scheduled
 from brief_searches import briefly
 from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
 from ranks import RankPools
-from states import with_states
+from recompute_offload import with_recompute_offload
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -55,7 +55,7 @@ def test_the_bytes_are_those_of_a_run_that_keeps_all(
     ranks: RankPools, tmp_path: Path, drop: float, move: float
 ) -> None:
     kept = schedules.build("v-half", pipeline_size=2, num_microbatches=M)
-    mixed = with_states(kept, 1, drop, move)
+    mixed = with_recompute_offload(kept, 1, drop, move)
     path, reference = tmp_path / "states.yaml", tmp_path / "kept.yaml"
     found = ranks(2).run(profiled, schedule=mixed, path=path)
     assert found == ranks(2).run(profiled, schedule=kept, path=reference)
