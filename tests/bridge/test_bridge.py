@@ -189,7 +189,7 @@ def test_a_provider_of_megatron_bridges_shape_trains_as_with_megatrons_schedule(
 @pytest.mark.parametrize(
     "state", ["pipeline_recompute", pytest.param("pipeline_offload", marks=FULL)]
 )
-def test_a_provider_trains_with_states_as_with_megatrons_schedule(
+def test_a_provider_trains_with_recomputation_as_with_megatrons_schedule(
     ranks: RankPools, state: str
 ) -> None:
     more: dict[str, Any] = {state: "auto", "pipeline_memory_limit": 0.4}

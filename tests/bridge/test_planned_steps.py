@@ -129,7 +129,7 @@ def test_a_planned_step_is_megatrons_step_of_the_same_order(
     ],
     ids=str,
 )
-def test_a_planned_step_keeps_what_the_schedule_drops_and_moves(
+def test_a_planned_step_keeps_what_the_schedule_recomputes_and_offloads(
     ranks: RankPools, more: dict[str, Any]
 ) -> None:
     settings = Settings(pipeline_schedule="v-zb", num_microbatches=8, **more)

@@ -68,7 +68,7 @@ def ran(schedule: Schedule, profile: Profile) -> ComparedStep:
     return compared(profile, of_spans(spans), "a test")
 
 
-def test_the_step_of_a_run_with_states(tmp_path: Path) -> None:
+def test_the_step_of_a_run_with_recomputation(tmp_path: Path) -> None:
     profile = measured_runs.profile().model_copy(
         update={"host_link": HostLinkProfile(bandwidth=1e9, full_duplex=True)}
     )
@@ -80,7 +80,7 @@ def test_the_step_of_a_run_with_states(tmp_path: Path) -> None:
             pipeline_size=profile.pipeline_size, forward=1.0, backward=1.0, weight=1.0
         ),
     )
-    found = ran(with_recompute_offload(split_all(kept), 1, drop=0.4, move=0.4), profile)
+    found = ran(with_recompute_offload(split_all(kept), 1, recompute=0.4, offload=0.4), profile)
     assert {p.kind for rank in found.measured.schedule.ranks for p in rank} >= {
         PassKind.R,
         PassKind.D,

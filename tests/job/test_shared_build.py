@@ -78,21 +78,21 @@ def test_rank_0_builds_and_all_have_its_schedule(name: str) -> None:
     assert found[1].reason == found[0].reason
 
 
-@pytest.mark.parametrize("state", ["kept", "dropped", "moved"])
-def test_slices_are_shared_with_what_is_dropped_and_moved(state: str) -> None:
+@pytest.mark.parametrize("state", ["kept", "recomputed", "offloaded"])
+def test_slices_are_shared_with_what_is_recomputed_and_offloaded(state: str) -> None:
     """On their units: passes count slices, and B takes them in reverse."""
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
-    if state == "dropped":
+    if state == "recomputed":
         costs = costs.with_recomputation(kept_input=0.01)
-    if state == "moved":
+    if state == "offloaded":
         costs = costs.with_offload(seconds=0.3)
     limit = None if state == "kept" else 0.55
     slices = Slicing.equal(8, attention=0.3)
     request = {"name": "v-half", "costs": costs, "slices": slices, "memory_limit": limit}
     found = on_ranks([Counting(), Counting()], [request] * 2)
     assert found[1] == found[0]
-    assert bool(found[1].recomputed) is (state == "dropped")
-    assert bool(found[1].offloaded) is (state == "moved")
+    assert bool(found[1].recomputed) is (state == "recomputed")
+    assert bool(found[1].offloaded) is (state == "offloaded")
     assert {str(p.microbatch) for p in found[1].ranks[0]} >= {"0.0", "0.7", "3.7"}
 
 

@@ -72,7 +72,7 @@ def test_the_faster_of_a_whole_and_a_cut_vocabulary(output: float, is_cut: bool)
         assert (adapter.costs.vocabulary is not None) is (asked == "on")
 
 
-def test_moved_activations_need_the_time_of_a_copy() -> None:
+def test_offloaded_activations_need_the_time_of_a_copy() -> None:
     with pytest.raises(UsageError, match=r"pipeline_offload needs .*: give copy, such as 0\.1"):
         scheduled(
             "zb-h1",

@@ -32,9 +32,11 @@ NAMES = ("v-half", "zb-h1", "interleaved")
 IN_EVERY_RUN = {("plain", "v-half"), ("experts", "v-half")}
 
 
-def order(name: str, seed: int, p: int = 2, drop: float = 0.0, move: float = 0.6) -> Schedule:
+def order(
+    name: str, seed: int, p: int = 2, recompute: float = 0.0, offload: float = 0.6
+) -> Schedule:
     kept = schedules.build(name, pipeline_size=p, num_microbatches=5)
-    found = with_recompute_offload(kept, seed, drop, move)
+    found = with_recompute_offload(kept, seed, recompute, offload)
     assert found.offloaded
     return found
 
@@ -47,7 +49,7 @@ def order(name: str, seed: int, p: int = 2, drop: float = 0.0, move: float = 0.6
         for name in NAMES
     ],
 )
-def test_what_was_moved_comes_back_as_it_was(ranks: RankPools, what: str, name: str) -> None:
+def test_what_was_offloaded_comes_back_as_it_was(ranks: RankPools, what: str, name: str) -> None:
     found = ranks(2).run(
         differences,
         case=CASES[what],
@@ -72,7 +74,7 @@ def test_other_ranks_move_theirs(ranks: RankPools, what: str) -> None:
     found = ranks(4).run(
         differences,
         case=PARALLEL[what],
-        schedule=order("v-half", seed=len(what), drop=0.3),
+        schedule=order("v-half", seed=len(what), recompute=0.3),
         num_microbatches=[5],
         iterations=2,
     )
@@ -106,15 +108,17 @@ def evaluated_between(case: GPTCase, schedule: Schedule) -> list[str]:
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
-@hypothesis.given(seed=st.integers(0, 1 << 20), drop=st.floats(0, 0.5), move=st.floats(0, 0.5))
-def test_any_mix_of_states_draws_and_computes_the_same(
-    ranks: RankPools, seed: int, drop: float, move: float
+@hypothesis.given(
+    seed=st.integers(0, 1 << 20), recompute=st.floats(0, 0.5), offload=st.floats(0, 0.5)
+)
+def test_any_mix_of_recomputation_and_offload_draws_and_computes_the_same(
+    ranks: RankPools, seed: int, recompute: float, offload: float
 ) -> None:
     kept = schedules.build("v-half", pipeline_size=2, num_microbatches=5)
     found = ranks(2).run(
         evaluated_between,
         case=GPTCase(dropout=0.1),
-        schedule=with_recompute_offload(kept, seed, drop, move),
+        schedule=with_recompute_offload(kept, seed, recompute, offload),
     )
     assert found == [[]] * 2
 
@@ -128,26 +132,26 @@ def test_any_mix_of_states_draws_and_computes_the_same(
 )
 @hypothesis.given(
     seed=st.integers(0, 1 << 20),
-    drop=st.floats(0, 0.5),
-    move=st.floats(0, 0.5),
+    recompute=st.floats(0, 0.5),
+    offload=st.floats(0, 0.5),
     model=st.sampled_from([("plain", 8, "v-half"), ("plain", 8, "zb-h2"), ("experts", 4, "zb-h1")]),
 )
-def test_any_mix_of_states_on_four_ranks_is_upstreams(
-    ranks: RankPools, seed: int, drop: float, move: float, model: tuple[str, int, str]
+def test_any_mix_of_recomputation_and_offload_on_four_ranks_is_upstreams(
+    ranks: RankPools, seed: int, recompute: float, offload: float, model: tuple[str, int, str]
 ) -> None:
     what, layers, name = model
     kept = schedules.build(name, pipeline_size=4, num_microbatches=4)
     found = ranks(4).run(
         differences,
         case=replace(CASES[what], layers=layers),
-        schedule=with_recompute_offload(kept, seed, drop, move),
+        schedule=with_recompute_offload(kept, seed, recompute, offload),
         num_microbatches=[4],
         iterations=2,
     )
     assert found == [[]] * 4
 
 
-def moved_slowly(case: GPTCase, schedule: Schedule, seconds_per_byte: float) -> Any:
+def offloaded_slowly(case: GPTCase, schedule: Schedule, seconds_per_byte: float) -> Any:
     """Losses and gradients if every copy takes so long."""
     with built(case, schedule, 5) as (adapter, chunks):
         assert adapter is not None
@@ -159,7 +163,7 @@ def moved_slowly(case: GPTCase, schedule: Schedule, seconds_per_byte: float) -> 
 
 def copied_at_two_speeds(case: GPTCase, schedule: Schedule) -> list[str]:
     """What differs where copies are slow."""
-    one, other = (moved_slowly(case, schedule, s) for s in (0.0, 2e-6))
+    one, other = (offloaded_slowly(case, schedule, s) for s in (0.0, 2e-6))
     assert one[1]
     different = [name for name in one[1] if not torch.equal(one[1][name], other[1][name])]
     return different if one[0] == other[0] else ["losses", *different]
@@ -171,7 +175,7 @@ def test_slow_copies_change_no_number(ranks: RankPools) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "drop", "move"),
+    ("name", "recompute", "offload"),
     [
         ("v-half", 0.0, 1.0),
         pytest.param("v-half", 0.4, 0.4, marks=pytest.mark.full),
@@ -180,10 +184,10 @@ def test_slow_copies_change_no_number(ranks: RankPools) -> None:
     ],
 )
 def test_counted_bytes_are_those_of_both_simulated_curves(
-    ranks: RankPools, tmp_path: Path, name: str, drop: float, move: float
+    ranks: RankPools, tmp_path: Path, name: str, recompute: float, offload: float
 ) -> None:
     kept = schedules.build(name, pipeline_size=2, num_microbatches=5)
-    other = with_recompute_offload(kept, 3, drop, move)
+    other = with_recompute_offload(kept, 3, recompute, offload)
     found = ranks(2).run(counted, kept=kept, other=other, path=tmp_path / "profile.yaml")
     for device, counted_device, host, counted_host in found:
         assert device == pytest.approx(counted_device, rel=0.05)

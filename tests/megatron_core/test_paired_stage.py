@@ -135,7 +135,7 @@ def test_of_a_tied_embedding_with_prediction_only_the_rounding_of_a_sum_differs(
 def test_what_is_made_again_beside_pairs_is_what_megatron_computes(
     ranks: RankPools, what: str, name: str
 ) -> None:
-    """Units in pairs are among those that are dropped: by their F, by their backward, or both."""
+    """Units in pairs are among those that are recomputed: by F, by backward, or both."""
     schedule = dropping(order(name))
     held = {forward[1:] for forward in schedule.pairs}
     pairs = (schedule.pair_at(r, i) for r, of in enumerate(schedule.ranks) for i in range(len(of)))

@@ -1,4 +1,4 @@
-"""A job that measures itself while it drops activations, and moves some to the host."""
+"""A job that measures itself while it recomputes activations, and offloads some."""
 
 from __future__ import annotations
 
@@ -50,12 +50,14 @@ def losses(adapter: PipelineAdapter, chunks: list[object]) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("drop", "move"), sizes.first(1, [(0.5, 0.3), (1.0, 0.0), (0.0, 1.0)]))
+@pytest.mark.parametrize(
+    ("recompute", "offload"), sizes.first(1, [(0.5, 0.3), (1.0, 0.0), (0.0, 1.0)])
+)
 def test_the_bytes_are_those_of_a_run_that_keeps_all(
-    ranks: RankPools, tmp_path: Path, drop: float, move: float
+    ranks: RankPools, tmp_path: Path, recompute: float, offload: float
 ) -> None:
     kept = schedules.build("v-half", pipeline_size=2, num_microbatches=M)
-    mixed = with_recompute_offload(kept, 1, drop, move)
+    mixed = with_recompute_offload(kept, 1, recompute, offload)
     path, reference = tmp_path / "states.yaml", tmp_path / "kept.yaml"
     found = ranks(2).run(profiled, schedule=mixed, path=path)
     assert found == ranks(2).run(profiled, schedule=kept, path=reference)
@@ -107,7 +109,7 @@ def replanned(
 
 
 @pytest.mark.full
-def test_auto_goes_on_with_states_for_measured_costs(ranks: RankPools) -> None:
+def test_auto_goes_on_with_recomputation_for_measured_costs(ranks: RankPools) -> None:
     for orders, costs, seen in ranks(2).run(replanned, memory=Limit(0.4), host=None):
         assert all(a == b for a, b in pairwise(seen))
         assumed, measured = costs[0], costs[-1]
@@ -133,7 +135,7 @@ def test_limits_in_bytes_are_kept_in_bytes_once_these_are_measured(ranks: RankPo
 
 
 def two_stages(**changes: object) -> Profile:
-    """The profile of a run that has dropped on its first stage."""
+    """The profile of a run that has recomputed on its first stage."""
     stage = {
         "rank": 0,
         "layers": "Et",
@@ -170,7 +172,7 @@ def two_stages(**changes: object) -> Profile:
     )
 
 
-def test_costs_of_states_need_what_was_measured() -> None:
+def test_costs_of_recomputation_need_what_was_measured() -> None:
     profile, untold = two_stages(), two_stages(host_link=None)
     placement = schedules.build("zb-h1", pipeline_size=2, num_microbatches=4).placement
     costs = profile.with_recomputation(profile.costs(placement))

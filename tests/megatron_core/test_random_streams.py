@@ -376,7 +376,7 @@ def train_with_generators(**more: Any) -> Run:
 def test_recomputation_draws_the_masks_of_its_forward_from_generators(ranks: RankPools) -> None:
     """A generator moves on in place: what was kept of it must be its state."""
     kept = build("zb-h1", pipeline_size=2, num_microbatches=4)
-    order = with_recompute_offload(kept, seed=1, drop=0.7)
+    order = with_recompute_offload(kept, seed=1, recompute=0.7)
     assert order.recomputed
     upstream, ours = Run(), Run()
     for found, schedule in ((upstream, None), (ours, order)):

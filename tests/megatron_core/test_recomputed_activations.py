@@ -17,7 +17,7 @@ from megatron_zb.schedules import Schedule
 
 def dropping(schedule: Schedule, seed: int, share: float = 0.6) -> Schedule:
     """The same order, with R of some units anywhere between their F and their B."""
-    return with_recompute_offload(schedule, seed, drop=share)
+    return with_recompute_offload(schedule, seed, recompute=share)
 
 
 def order(name: str, seed: int) -> Schedule:

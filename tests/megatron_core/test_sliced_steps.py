@@ -244,7 +244,7 @@ def one_by_one(_name: str, *, slices: Slicing, **_others: Any) -> Schedule:
 
 
 def with_recompute_offload(name: str, **request: Any) -> Schedule:
-    """A schedule in which a third of the slices are dropped, and a third are offloaded."""
+    """A schedule in which a third of the slices are recomputed, and a third are offloaded."""
     order = schedules.build(name, **request)
     backward = (PassKind.B, PassKind.BW)
 
@@ -283,7 +283,7 @@ STATED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "name"), every_value([*STATED], ["v-half", "zb-h1", "1f1b"]))
-def test_dropped_and_moved_slices_are_as_those_that_are_kept(
+def test_recomputed_and_offloaded_slices_are_as_those_that_are_kept(
     ranks: RankPools, what: str, name: str
 ) -> None:
     """To the last bit."""
@@ -312,7 +312,7 @@ def bytes_held(case: GPTCase, states: str) -> tuple[int, int]:
 
 
 def all_in_state(states: str, name: str, **request: Any) -> Schedule:
-    """A schedule in which every slice of the first stage is dropped, moved, or kept."""
+    """A schedule in which every slice of the first stage is recomputed, offloaded, or kept."""
     order = schedules.build(name, **request)
     first, *others = order.ranks
     made: list[Pass] = []
@@ -325,22 +325,23 @@ def all_in_state(states: str, name: str, **request: Any) -> Schedule:
     return replace(order, ranks=(tuple(made), *others)).validate()
 
 
-def test_what_is_dropped_or_moved_frees_the_device(ranks: RankPools) -> None:
+def test_what_is_recomputed_or_offloaded_frees_the_device(ranks: RankPools) -> None:
     """All but inputs, keys and values, and the slice whose B comes next.
 
     The last stage keeps all.
     """
     case = GPTCase(layers=4, slices="4", rotary=True)
-    kept, dropped, moved = (
+    kept, recomputed, offloaded = (
         ranks(2).run(bytes_held, case=case, states=states) for states in ("", "R", "DH")
     )
     (whole, nothing), _ = kept
     assert nothing == 0
-    assert dropped[0][0] < 0.3 * whole
-    assert dropped[0][1] == 0
-    assert moved[0][0] < 0.2 * whole
-    assert whole - moved[0][0] < moved[0][1] < 1.1 * whole
-    for states in (dropped, moved):  # masks of attention are cached from one step to the next
+    assert recomputed[0][0] < 0.3 * whole
+    assert recomputed[0][1] == 0
+    assert offloaded[0][0] < 0.2 * whole
+    assert whole - offloaded[0][0] < offloaded[0][1] < 1.1 * whole
+    # masks of attention are cached from one step to the next
+    for states in (recomputed, offloaded):
         assert states[1] == (pytest.approx(kept[1][0], rel=0.02), 0)
 
 

@@ -125,25 +125,25 @@ def test_recomputed_models_equal_megatrons(te_pool: RankPool, name: str, schedul
     assert te_pool.run(compare, case=case, schedule=schedule) == expected(case, 2)
 
 
-@pytest.mark.parametrize("state", ["dropped", "moved"])
+@pytest.mark.parametrize("state", ["recomputed", "offloaded"])
 @pytest.mark.parametrize("name", ["dense", "parts", "moe"])
-def test_units_that_are_dropped_or_moved_equal_megatrons(
+def test_units_that_are_recomputed_or_offloaded_equal_megatrons(
     te_pool: RankPool, name: str, state: str
 ) -> None:
     """What Megatron has emptied is not copied, and what it refills is what a backward reads."""
     kept = schedules.build("v-half", pipeline_size=2, num_microbatches=5)
-    shares = {"drop": 0.6} if state == "dropped" else {"move": 0.6}
+    shares = {"recompute": 0.6} if state == "recomputed" else {"offload": 0.6}
     order = with_recompute_offload(kept, seed=len(name), **shares)
-    assert order.recomputed if state == "dropped" else order.offloaded
+    assert order.recomputed if state == "recomputed" else order.offloaded
     case = CASES[name]
     assert te_pool.run(compare, case=case, schedule=order) == expected(case, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", ["dropped", pytest.param("moved", marks=pytest.mark.full)])
+@pytest.mark.parametrize("state", ["recomputed", pytest.param("offloaded", marks=pytest.mark.full)])
 def test_an_older_transformer_engine_equals_megatrons(older_te_pool: RankPool, state: str) -> None:
     """In saved-tensor hooks its modules see no parameter, and so say nothing of ``main_grad``."""
-    shares = {"drop": 0.6} if state == "dropped" else {"move": 0.6}
+    shares = {"recompute": 0.6} if state == "recomputed" else {"offload": 0.6}
     kept = schedules.build("v-half", pipeline_size=2, num_microbatches=5)
     order = with_recompute_offload(kept, seed=3, **shares)
     found = older_te_pool.run(compare, case=CASES["moe"], schedule=order)

@@ -104,7 +104,7 @@ STATES = [("hook", "checkpoint"), ("weight norm", "penalty"), ("multi hook", "sa
 def test_changes_beside_recomputation_and_offload(ranks: RankPools, names: tuple[str, ...]) -> None:
     """An order in which some units run R, and others D and H."""
     kept = schedules.build("v-half", pipeline_size=2, num_microbatches=4)
-    order = with_recompute_offload(kept, seed=1, drop=0.4, move=0.4)
+    order = with_recompute_offload(kept, seed=1, recompute=0.4, offload=0.4)
     assert order.recomputed and order.offloaded
     case = GPTCase(changes=names)
     for _, found in ranks(2).run(said_and_different, case=case, schedule=order):

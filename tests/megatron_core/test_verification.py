@@ -85,10 +85,12 @@ def test_a_right_step_is_said_once(
     assert f", {split} of split layers, are those of an unsplit backward" in said[0][0]
 
 
-@pytest.mark.parametrize("drop", [0.4, 0.0])
-def test_a_step_that_recomputes_and_offloads_is_verified(ranks: RankPools, drop: float) -> None:
+@pytest.mark.parametrize("recompute", [0.4, 0.0])
+def test_a_step_that_recomputes_and_offloads_is_verified(
+    ranks: RankPools, recompute: float
+) -> None:
     kept = schedules.build("v-half", pipeline_size=2, num_microbatches=4)
-    order = with_recompute_offload(kept, seed=1, drop=drop, move=0.4)
+    order = with_recompute_offload(kept, seed=1, recompute=recompute, offload=0.4)
     case = GPTCase(dropout=0.1)
     said = ranks(2).run(compare_steps, case=case, schedule=order)
     assert ", 17 of split layers, are those of an unsplit backward" in said[0][0]

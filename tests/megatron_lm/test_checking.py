@@ -129,7 +129,7 @@ def test_post_validation_has_refusals_of_its_own() -> None:
     assert refused(f"{words} --enable-optimizer-post-validation") == ["--qk-clip"]
 
 
-def test_states_have_refusals_of_their_own() -> None:
+def test_recomputation_and_offload_have_refusals_of_their_own() -> None:
     words = f"{RUN} --fp8-format hybrid --pipeline-vocabulary auto"
     assert refused(words) == []
     report = checked(f"{words} --pipeline-recompute auto --pipeline-offload auto")

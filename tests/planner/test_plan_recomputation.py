@@ -1,4 +1,4 @@
-"""Activations that a schedule recomputes or moves to the host, in plan."""
+"""Activations that a schedule recomputes or offloads, in plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan(gib_per_gpu: float, **changes: Any) -> Plan:
         return search(replace(job, **changes), candidates_of(["auto"]), tries=1)
 
 
-def test_memory_counts_what_is_dropped_and_what_is_on_the_host() -> None:
+def test_memory_counts_what_is_recomputed_and_what_is_on_the_host() -> None:
     held = (ActivationBytes(activation=10.0, for_weight=4.0, in_backward=0.0),)
 
     def peak(*kinds: tuple[PassKind, int]) -> float:
@@ -58,20 +58,20 @@ def test_seconds_of_copies_are_those_of_the_link() -> None:
 
 
 @pytest.mark.slow
-def test_what_moving_brings_is_told_beside_what_keeps_all() -> None:
-    kept, moved = plan(6.2), plan(6.2, offloads=True)
-    row, usual = moved.recompute_or_offload, moved.all_kept
+def test_what_offload_brings_is_told_beside_what_keeps_all() -> None:
+    kept, offloaded = plan(6.2), plan(6.2, offloads=True)
+    row, usual = offloaded.recompute_or_offload, offloaded.all_kept
     assert row is not None
     assert usual is not None
     assert row.offloaded > 0
     assert row.memory.total <= 6.2 * GIB
-    said = as_json(moved)["activation_states"]
+    said = as_json(offloaded)["activation_states"]
     assert f"offloads {row.offloaded:.0%} to the host ({gib(row.host_bytes)} of each rank)" in said
     lead = row.tokens_per_gpu / usual.tokens_per_gpu - 1
     assert f"{abs(lead):.1%} {'ahead of' if lead >= 0 else 'behind'} auto that keeps all" in said
     assert "--pipeline-offload auto" in flags(row, 16)
     assert "--pipeline-offload auto" not in flags(usual, 16)
-    best = max(r.tokens_per_gpu for r in moved.ranked)
+    best = max(r.tokens_per_gpu for r in offloaded.ranked)
     assert best >= max(r.tokens_per_gpu for r in kept.ranked)
     assert as_json(kept)["activation_states"] is None
 

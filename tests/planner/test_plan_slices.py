@@ -393,20 +393,20 @@ def test_figures_of_long_samples_are_those_of_the_results() -> None:
             assert said == f"{row['tokens_per_second_per_gpu']:.0f} ({memory:.1f})"
 
 
-def test_slices_that_are_dropped_are_planned() -> None:
+def test_slices_that_are_recomputed_are_planned() -> None:
     """Where a V of slices does not fit, auto recomputes some; the limit is kept."""
     choices = replace(ONE, slices=(8,))
     job = PlanJob(LONG, a100(), 4, 10 * GIB, 8, 32768, choices, recomputes=True)
     (auto,) = sliced(candidates_of(["auto"])[2:], named=True)
     staged, m = cut("v-zb", slices=8), 8
-    kept, dropped = (replace(staged, recomputes=recomputes) for recomputes in (False, True))
-    assert dropped.costs(blocking=False).kept_input == 2 * 32768 * LONG.hidden_size  # in 16 bits
+    kept, recomputed = (replace(staged, recomputes=recomputes) for recomputes in (False, True))
+    assert recomputed.costs(blocking=False).kept_input == 2 * 32768 * LONG.hidden_size  # in 16 bits
     assert searched_by_auto(job, auto, kept, m) is None
-    row = searched_by_auto(job, auto, dropped, m)
+    row = searched_by_auto(job, auto, recomputed, m)
     assert row is not None
     assert 0 < row.recomputed < 0.8
     assert row.memory.total <= job.memory
-    assert row.tokens_per_gpu < job.optimistic(dropped, m)
+    assert row.tokens_per_gpu < job.optimistic(recomputed, m)
     assert row.timeline is not None
     assert row.bubble == pytest.approx(row.timeline.bubble_rate)
     given = flags(row, m)

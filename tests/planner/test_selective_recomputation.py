@@ -1,4 +1,4 @@
-"""Selective recomputation in plans: what Megatron's modules drop, and what running them takes."""
+"""Selective recomputation in plans: what Megatron's modules discard, and what R takes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_experts(**changes: object) -> ModelConfig:
     return small(experts=experts, latent_attention=latent, gated_mlp=True, **changes)
 
 
-# Bytes that one token keeps in a layer with experts unless they are dropped.
+# Bytes that one token keeps in a layer with experts unless they are recomputed.
 BY_HAND = {
     "mla_up_proj": 2 * HEADS * (2 * (48 + 16) + 64),
     "layernorm": 2 * 2 * HIDDEN,

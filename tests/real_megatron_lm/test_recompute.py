@@ -31,7 +31,7 @@ def start(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
         ("--pipeline-offload auto --pipeline-memory-limit 0.5", "activations move to the host"),
     ],
 )
-def test_what_is_dropped_or_moved_logs_what_upstream_logs(
+def test_what_is_recomputed_or_offloaded_logs_what_upstream_logs(
     checkout: Path, start: tuple[Path, Logged], name: str, flags: str, said: str
 ) -> None:
     folder, upstream = start
@@ -42,7 +42,7 @@ def test_what_is_dropped_or_moved_logs_what_upstream_logs(
 
 
 @pytest.mark.parametrize("flag", ["--pipeline-recompute", "--pipeline-offload"])
-def test_a_run_with_states_measures_itself_and_logs_what_upstream_logs(
+def test_a_run_with_recomputation_measures_itself_and_logs_what_upstream_logs(
     checkout: Path, start: tuple[Path, Logged], tmp_path: Path, flag: str
 ) -> None:
     """Nine iterations that measure, and some with the order for what was measured."""

@@ -171,14 +171,14 @@ class Device:
         return event
 
 
-def moved() -> Schedule:
+def offloaded() -> Schedule:
     kept = schedules.build("v-half", pipeline_size=4, num_microbatches=12)
-    return with_recompute_offload(kept, seed=1, move=1.0)
+    return with_recompute_offload(kept, seed=1, offload=1.0)
 
 
-def dropped() -> Schedule:
+def recomputed() -> Schedule:
     kept = schedules.build("v-half", pipeline_size=4, num_microbatches=12)
-    return with_recompute_offload(kept, seed=1, drop=1.0)
+    return with_recompute_offload(kept, seed=1, recompute=1.0)
 
 
 def cut() -> Schedule:
@@ -187,7 +187,7 @@ def cut() -> Schedule:
     return schedules.build("v-half", pipeline_size=4, num_microbatches=12, costs=costs)
 
 
-@pytest.mark.parametrize("make", [moved, dropped, cut])
+@pytest.mark.parametrize("make", [offloaded, recomputed, cut])
 def test_the_host_does_not_wait_until_the_device_has_nothing_to_do(
     make: Callable[[], Schedule], monkeypatch: pytest.MonkeyPatch
 ) -> None:

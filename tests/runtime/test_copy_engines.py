@@ -167,7 +167,7 @@ def test_what_is_saved_comes_back_once_however_often_it_is_saved() -> None:
     assert host.used_bytes == 0
 
 
-def test_what_all_microbatches_save_is_moved_for_the_first_alone() -> None:
+def test_what_all_microbatches_save_is_offloaded_for_the_first_alone() -> None:
     """A table that its owner keeps, and that autograd saves in every microbatch."""
     host = HostMemory(torch.device("cpu"))
     activations = OffloadedActivations(host)
@@ -188,7 +188,7 @@ def test_what_all_microbatches_save_is_moved_for_the_first_alone() -> None:
         torch.testing.assert_close(gradient, table * (1 - torch.tanh(one) ** 2))
 
 
-def test_an_activation_at_the_address_of_an_earlier_one_is_moved() -> None:
+def test_an_activation_at_the_address_of_an_earlier_one_is_offloaded() -> None:
     host = HostMemory(torch.device("cpu"))
     activations = OffloadedActivations(host)
     for microbatch in range(20):  # storages that have gone leave their addresses to others
@@ -242,7 +242,7 @@ def test_pinned_memory_is_asked_for_in_powers_of_two() -> None:
     assert piece == 2 ** (piece.bit_length() - 1)
 
 
-def test_moved_activations_lie_in_parts_of_pieces() -> None:
+def test_offloaded_activations_lie_in_parts_of_pieces() -> None:
     host = HostMemory(torch.device("cpu"), InPieces())
     activations, given = OffloadedActivations(host), torch.randn(50, 50, requires_grad=True)
     with activations.saving(0):

@@ -109,8 +109,8 @@ def test_no_order_is_faster_than_its_bound(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("moves", [False, True], ids=["dropped", "moved"])
-def test_no_order_with_states_is_faster_than_its_bound(seed: int, moves: bool) -> None:
+@pytest.mark.parametrize("moves", [False, True], ids=["recomputed", "offloaded"])
+def test_no_order_with_recomputation_is_faster_than_its_bound(seed: int, moves: bool) -> None:
     """Of both microbatches of rank 0, of one, or of none; full duplex or not."""
     chance = random.Random(seed)
     costs = unequal(chance)
@@ -139,11 +139,11 @@ def test_no_order_with_states_is_faster_than_its_bound(seed: int, moves: bool) -
 @pytest.mark.parametrize(
     ("kept", "again", "expected"),
     [
-        # A drop saves 1 - 0.75 of an activation for 6 - 0.5 - 2 = 3.5 s, and both are worth it.
+        # An R saves 1 - 0.75 of an activation for 6 - 0.5 - 2 = 3.5 s, and both are worth it.
         (0.75, 0.5, 12.0 - 2 * 0.875),
         # It saves 0.75 for 6 - 2 - 2 = 2 s, and t seconds for R save 0.75 t: 6 + t = 12 - 0.75 t.
         (0.25, 2.0, 6.0 + 6.0 / 1.75),
-        # Nothing is held too long where both are dropped: work of 6, and a wait of 2 before B.
+        # Nothing is held too long where both are recomputed: work of 6, and a wait of 2 before B.
         (0.25, 0.5, 8.0),
     ],
 )
@@ -162,7 +162,7 @@ def test_what_dropping_saves_by_hand(kept: float, again: float, expected: float)
 
 
 def test_what_moving_saves_by_hand() -> None:
-    """The same with copies of 1: a move saves one activation for 6 - 1 - 2 - 2 = 1 s."""
+    """The same with copies of 1: an offload saves one activation for 6 - 1 - 2 - 2 = 1 s."""
     costs = Costs.of_slices(
         pipeline_size=2, forward=[1.0] * 2, backward=[2.0] * 2, weight=[0.0] * 2
     )

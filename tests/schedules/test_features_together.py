@@ -51,9 +51,10 @@ def made(names: tuple[str, ...]) -> Costs:
 
 
 def order(names: tuple[str, ...]) -> Schedule:
-    """An order of two ranks that uses the features: it drops, moves, pairs, or cuts a vocabulary.
+    """An order of two ranks that uses the features: recomputation, offload, pairs, or shards.
 
-    Rank 0 drops microbatch 0, or moves microbatch 1; rank 1 pairs the backward of 0 with F of 1.
+    Rank 0 recomputes microbatch 0, or offloads microbatch 1; rank 1 pairs the backward of 0 with F
+    of 1.
     """
     first = [Pass(F, 0, j) for j in range(M)]
     last = [Pass(F, 1, 0), Pass(BW, 1, 0), Pass(F, 1, 1), Pass(B, 1, 1)]
@@ -133,7 +134,7 @@ def test_the_longer_of_a_pair_counts() -> None:
 
 
 def test_copies_take_as_long_as_their_microbatch() -> None:
-    """Rank 0 moves microbatch 1, three times as long: its F takes 3, its copies 7.5."""
+    """Rank 0 offloads microbatch 1, three times as long: its F takes 3, its copies 7.5."""
     costs = plain().with_offload(seconds=2.5).of_lengths([1.0, 3.0, 1.0])
     timeline = simulate(order(("offload",)), costs)
     assert timeline.copies[0][0] == Copy(1 - 1, 1, True, 4.0, 11.5)

@@ -56,7 +56,7 @@ def test_copies_run_beside_the_passes_and_what_needs_them_waits() -> None:
     assert timeline.copies[1] == ()
     assert timeline.start[0][:6] == pytest.approx((0.0, 1.0, 3.5, 3.5, 3.5, 6.0))
     assert timeline.memory_curve(0) == (1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 2.0, 1.0)
-    assert timeline.memory_steps(0)[2] == (2.0, 1.0), "D frees what was moved"
+    assert timeline.memory_steps(0)[2] == (2.0, 1.0), "D frees what was offloaded"
     assert timeline.host_curve(0) == (0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
     assert timeline.peak_host == (1.0, 0.0)
     slow = simulate(MOVES, costs_of(2, 9.0))
@@ -107,7 +107,7 @@ def test_orders_of_moves_are_checked(first: tuple[tuple[PassKind, int], ...], wh
         two_ranks(*first).validate()
 
 
-def test_the_last_stage_is_not_moved() -> None:
+def test_the_last_stage_is_not_offloaded() -> None:
     ranks = (
         (Pass(F, 0, 0), Pass(BW, 0, 0)),
         tuple(Pass(kind, 1, 0) for kind in (F, D, H, BW)),
@@ -139,7 +139,7 @@ def test_copies_are_cut_with_the_stages_and_grow_with_the_microbatch() -> None:
 
 
 @pytest.mark.full
-def test_states_split_the_pairs_of_a_published_order() -> None:
+def test_recomputation_and_offload_split_the_pairs_of_a_published_order() -> None:
     """R, D and H stand between an F and its B, and a pair has nothing to hide here."""
     costs = costs_of(2, 0.3).with_recomputation(kept_input=0.05)
     built = schedules.build(
@@ -156,16 +156,16 @@ def test_moves_keep_a_limit_that_no_order_keeps() -> None:
     order = schedules.build(
         "interleaved", pipeline_size=p, num_microbatches=m, chunks=4, costs=costs.with_all_kept()
     )
-    moved = place_offload(order, costs, (1.0,) * p)
-    assert moved is not None
-    timeline = simulate(moved.validate(), costs)
+    offloaded = place_offload(order, costs, (1.0,) * p)
+    assert offloaded is not None
+    timeline = simulate(offloaded.validate(), costs)
     assert max(timeline.peak_memory) <= 1.0 + 1e-9
     assert timeline.makespan < 1.05 * simulate(order, costs).makespan
     assert place_offload(order, costs_of(p, 0.9, host_limit=1.0), (1.0,) * p) is None
     assert place_offload(order, costs, (0.2,) * p) is None, "below one activation"
 
 
-def test_what_fits_anyway_is_not_moved() -> None:
+def test_what_fits_anyway_is_not_offloaded() -> None:
     costs = costs_of(4)
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 8}
     order = schedules.build("1f1b", **given, costs=costs.with_all_kept())
@@ -186,14 +186,14 @@ def test_placed_moves_keep_every_rule_and_limit(data: st.DataObject) -> None:
     name: Any = "interleaved" if chunks > 1 else data.draw(st.sampled_from(["1f1b", "gpipe"]))
     more: dict[str, Any] = {"chunks": chunks} if chunks > 1 else {}
     order = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=alone, **more)
-    moved = place_offload(order, costs, (limit,) * p)
-    if moved is None:
+    offloaded = place_offload(order, costs, (limit,) * p)
+    if offloaded is None:
         return
-    timeline = simulate(moved.validate(), costs)
+    timeline = simulate(offloaded.validate(), costs)
     assert max(timeline.peak_memory) <= limit * (1 + 1e-6)
-    assert unfinished(lower(moved, timeline)) == {}
-    table = costs.for_placement(moved.placement)
-    bound = lower_bound(moved.placement, m, table, (limit,) * p)
+    assert unfinished(lower(offloaded, timeline)) == {}
+    table = costs.for_placement(offloaded.placement)
+    bound = lower_bound(offloaded.placement, m, table, (limit,) * p)
     assert bound <= timeline.makespan * (1 + 1e-9)
     for rank, copies in enumerate(timeline.copies):
         for way in (True, False):
@@ -201,7 +201,7 @@ def test_placed_moves_keep_every_rule_and_limit(data: st.DataObject) -> None:
             ends = [c.end for c in of_way]
             assert all(c.start >= end for c, end in zip(of_way[1:], ends, strict=False))
         assert len(copies) == 2 * sum(
-            s in moved.placement.stages_of[rank] for s, _ in moved.offloaded
+            s in offloaded.placement.stages_of[rank] for s, _ in offloaded.offloaded
         )
 
 
@@ -239,8 +239,8 @@ def test_auto_on_one_chunk_moves_and_is_as_fast_as_1f1b_in_all_of_its_memory(
 
 
 @pytest.mark.full
-def test_where_copies_take_long_some_units_are_dropped_instead(brief_searches: None) -> None:
-    """In one order; no slower than what may only move, or only drop."""
+def test_where_copies_take_long_some_units_are_recomputed_instead(brief_searches: None) -> None:
+    """In one order; no slower than what may only offload, or only recompute."""
     sizes: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 12, "memory_limit": 0.3}
     sizes["placement"] = looped(4, 4)
     moving = costs_of(4, 3.0)
@@ -257,7 +257,7 @@ def test_where_copies_take_long_some_units_are_dropped_instead(brief_searches: N
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.3, 2), (0.5, 4), (1.0, 8)])
-def test_a_share_of_the_units_of_each_stage_is_dropped(share: float, count: int) -> None:
+def test_a_share_of_the_units_of_each_stage_is_recomputed(share: float, count: int) -> None:
     order = schedules.build("interleaved", pipeline_size=2, num_microbatches=8, chunks=2)
     found = with_recomputed(order, share).validate()
     stages = [stage for stage, _ in found.recomputed]

@@ -119,7 +119,7 @@ def test_what_is_made_again_exchanges_again() -> None:
 
 
 @pytest.mark.full
-def test_below_1f1bs_memory_pairs_with_dropped_units_beat_either(
+def test_below_1f1bs_memory_pairs_with_recomputed_units_beat_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(placement_search, "RECOMPUTE_SECONDS", 2.0)

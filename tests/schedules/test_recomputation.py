@@ -36,7 +36,7 @@ def costs_of(p: int, kept: float = 0.1, **times: float) -> Costs:
 
 
 def two_ranks() -> Schedule:
-    """Rank 0 drops microbatch 0, and makes it again while rank 1 runs its B."""
+    """Rank 0 recomputes microbatch 0 while rank 1 runs its B."""
     ranks = (
         tuple(Pass(kind, 0, j) for kind, j in ((F, 0), (F, 1), (R, 0), (BW, 0), (BW, 1))),
         tuple(Pass(kind, 1, j) for j in range(2) for kind in (F, BW)),
@@ -44,7 +44,7 @@ def two_ranks() -> Schedule:
     return Schedule("two ranks", looped(2, 1), 2, ranks).validate()
 
 
-def test_what_is_dropped_holds_its_input_until_it_is_made_again() -> None:
+def test_what_is_recomputed_holds_its_input_until_its_r() -> None:
     timeline = simulate(two_ranks(), costs_of(2))
     assert two_ranks().recomputed == {(0, 0)}
     # F0, F1 with 0's input; R0 adds the rest; BW frees a whole one
@@ -119,7 +119,7 @@ def test_a_limit_of_half_is_met_faster_by_dropping_some() -> None:
     assert simulate(mixed, costs).makespan < 0.97 * simulate(kept, costs).makespan
 
 
-def test_where_nothing_can_be_gained_nothing_is_dropped() -> None:
+def test_where_nothing_can_be_gained_nothing_is_recomputed() -> None:
     """Full memory: the order without R is as fast as its bound."""
     costs = costs_of(2)
     given: dict[str, Any] = {"pipeline_size": 2, "num_microbatches": 4, "memory_limit": 2.0}
@@ -181,7 +181,9 @@ def test_compiled_or_not_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @hypothesis.given(st.integers(2, 4), st.integers(1, 8), st.floats(0.3, 1.0))
 @hypothesis.settings(max_examples=sizes.SEARCHES, deadline=None)
-def test_states_never_make_a_request_slower(p: int, m: int, limit: float) -> None:
+def test_recomputation_and_offload_never_make_a_request_slower(
+    p: int, m: int, limit: float
+) -> None:
     given: dict[str, Any] = {
         "pipeline_size": p,
         "num_microbatches": m,

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("brief_searches")
 
 P, M, N = 4, 6, 4
 KEPT = Costs.uniform(pipeline_size=P, forward=1.0, backward=1.0, weight=1.0)
-DROPPED = KEPT.with_recomputation(kept_input=0.01)
-MOVED = KEPT.with_offload(seconds=0.3)
+RECOMPUTED = KEPT.with_recomputation(kept_input=0.01)
+OFFLOADED = KEPT.with_offload(seconds=0.3)
 WHOLE = KEPT.one_f_one_b_peak()
 SLICES = Slicing.equal(N, attention=0.3, attention_backward=0.4, kept=0.03)
 
@@ -39,7 +39,7 @@ def built(name: str, costs: Costs, limit: float | None, slices: Slicing = SLICES
 
 
 @pytest.mark.parametrize("name", ["v-half", "v-zb", "v-min"])
-@pytest.mark.parametrize("costs", [DROPPED, MOVED], ids=["dropped", "moved"])
+@pytest.mark.parametrize("costs", [RECOMPUTED, OFFLOADED], ids=["recomputed", "offloaded"])
 def test_a_limit_is_kept_in_no_more_time(name: str, costs: Costs) -> None:
     """Than by keeping all, where that fits; below, by dropping or moving."""
     seen = set()
@@ -63,7 +63,7 @@ def test_a_limit_is_kept_in_no_more_time(name: str, costs: Costs) -> None:
     assert seen == {True, False} or name != "v-half"
 
 
-@pytest.mark.parametrize("costs", [DROPPED, MOVED], ids=["dropped", "moved"])
+@pytest.mark.parametrize("costs", [RECOMPUTED, OFFLOADED], ids=["recomputed", "offloaded"])
 def test_the_least_limit_is_named_in_the_users_terms(costs: Costs) -> None:
     """The refusal gives it as a share of 1F1B's memory, and a schedule for it can be built."""
     with pytest.raises(UsageError, match=r"limit of 0.02 of 1F1B: rank .* at least") as refused:
@@ -90,15 +90,15 @@ def held(order: Schedule, costs: Costs) -> list[float]:
     return list(simulate(order, costs).peak_memory)
 
 
-def test_nothing_is_dropped_where_there_is_room() -> None:
+def test_nothing_is_recomputed_where_there_is_room() -> None:
     order, costs = tiny()
     assert with_recomputation(order, costs, held(order, costs)) == order
     (same,) = fitted([order], costs, held(order, costs))
     assert same.schedule == order
 
 
-def test_all_that_can_be_is_dropped_at_the_least_limit() -> None:
-    """Each R right before its B; below, nothing fits. The last stage drops slices, too."""
+def test_all_that_can_be_is_recomputed_at_the_least_limit() -> None:
+    """Each R right before its B; below, nothing fits. The last stage recomputes slices, too."""
     order, costs = tiny()
     least = least_with_recomputation(order, costs)
     found = with_recomputation(order, costs, least)
@@ -117,7 +117,7 @@ def test_all_that_can_be_is_dropped_at_the_least_limit() -> None:
 
 
 def test_no_slice_could_be_kept_beside_the_others() -> None:
-    """At any limit: keeping one more of those that are dropped exceeds it."""
+    """At any limit: keeping one more of those that are recomputed exceeds it."""
     order, costs = tiny()
     least, most = least_with_recomputation(order, costs), held(order, costs)
     for share in (0.1, 0.3, 0.5, 0.7, 0.9):
@@ -131,11 +131,11 @@ def test_no_slice_could_be_kept_beside_the_others() -> None:
             assert not keeps(held(replace(found, ranks=ranks), costs), limit), unit
 
 
-def test_keys_and_values_of_dropped_and_moved_slices_stay() -> None:
+def test_keys_and_values_of_recomputed_and_offloaded_slices_stay() -> None:
     """A limit that is kept with none of them is not kept with them."""
     order = built("1f1b", KEPT, None)
     of_rules = [replace(order, rules=SlicedRules(replace(SLICES, kept=k))) for k in (0.0, 0.2)]
-    for costs in (DROPPED, MOVED):
+    for costs in (RECOMPUTED, OFFLOADED):
         without, beside = of_rules
         *others, last = held(without, costs)  # the last rank keeps all
         limit = [*(0.6 * most for most in others), last]
@@ -156,15 +156,15 @@ def test_weight_gradients_right_behind_their_b_hold_least(joins: bool) -> None:
         for before, behind in pairwise(rank):
             if behind.kind is PassKind.W:
                 assert before == behind._replace(kind=PassKind.B)
-    least = least_with_recomputation(order, DROPPED)
-    assert with_recomputation(order, DROPPED, least) is None
-    assert with_recomputation(early, DROPPED, least) is not None
+    least = least_with_recomputation(order, RECOMPUTED)
+    assert with_recomputation(order, RECOMPUTED, least) is None
+    assert with_recomputation(early, RECOMPUTED, least) is not None
 
 
 def test_less_than_a_microbatch_is_enough() -> None:
-    """A rank keeps all slices of a microbatch before its first B, unless it drops some."""
-    schedule = built("v-zb", DROPPED, 0.125)
-    timeline = simulate(schedule, DROPPED)
+    """A rank keeps all slices of a microbatch before its first B, unless it recomputes some."""
+    schedule = built("v-zb", RECOMPUTED, 0.125)
+    timeline = simulate(schedule, RECOMPUTED)
     last = schedule.placement.num_stages - 1
     assert any(stage == last for stage, _ in schedule.recomputed)
     peak = max(timeline.peak_microbatches)
@@ -175,8 +175,8 @@ def test_less_than_a_microbatch_is_enough() -> None:
 
 
 def test_slices_of_the_last_stage_move_too() -> None:
-    schedule = built("v-zb", MOVED, 0.1)
-    timeline = simulate(schedule, MOVED)
+    schedule = built("v-zb", OFFLOADED, 0.1)
+    timeline = simulate(schedule, OFFLOADED)
     last = schedule.placement.num_stages - 1
     assert any(stage == last for stage, _ in schedule.offloaded)
     assert max(timeline.peak_microbatches) == pytest.approx(max(timeline.peak_memory))

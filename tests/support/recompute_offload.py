@@ -10,15 +10,15 @@ from megatron_zb.schedules.kinds import Home
 from megatron_zb.schedules.passes import Pass, PassKind
 
 _BACKWARD = (PassKind.B, PassKind.BW)
-OF_STATE = {
+_KINDS_OF = {
     "keep": (),
-    "drop": (PassKind.R,),
-    "move": (PassKind.D, PassKind.H),
+    "recompute": (PassKind.R,),
+    "offload": (PassKind.D, PassKind.H),
 }
 
 
 def with_recompute_offload(
-    schedule: Schedule, seed: int, drop: float = 0.0, move: float = 0.0
+    schedule: Schedule, seed: int, recompute: float = 0.0, offload: float = 0.0
 ) -> Schedule:
     """The same order, with R, or D and H, of shares of the units anywhere between F and B.
 
@@ -33,8 +33,10 @@ def with_recompute_offload(
             if p.kind is not PassKind.F or (p.stage == last and r.home is not Home.STAGES):
                 continue
             at = rng.random()
-            state = "drop" if at < drop else "move" if at < drop + move else "keep"
-            _insert(line, p, OF_STATE[state], rng)
+            choice = (
+                "recompute" if at < recompute else "offload" if at < recompute + offload else "keep"
+            )
+            _insert(line, p, _KINDS_OF[choice], rng)
         ranks.append(tuple(line))
     return replace(schedule, ranks=tuple(ranks)).validate()
 

@@ -48,7 +48,7 @@ def test_each_side_of_a_pair_exchanges_beside_the_computation_of_the_other(
     ]
 
 
-def test_a_moved_microbatch_sleeps_for_its_copies_in_threads_that_d_and_b_wait_for(
+def test_an_offloaded_microbatch_sleeps_for_its_copies_in_threads_that_d_and_b_wait_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     costs = schedules.Costs.uniform(pipeline_size=2, forward=0.02, backward=0.024, weight=0.016)

@@ -36,15 +36,15 @@ class Trial:
 
     case: GPTCase = field(default_factory=GPTCase)
     schedule: str = "v-half"
-    drop: float = 0.0
-    move: float = 0.0
+    recompute: float = 0.0
+    offload: float = 0.0
     pairs: bool = False
     recomputed: bool = False
     microbatches: int = 5
 
     def order(self, pipeline_size: int) -> str | Schedule:
         """Return what the adapter is made of."""
-        if not (self.drop or self.move or self.pairs):
+        if not (self.recompute or self.offload or self.pairs):
             return self.schedule
         kept = schedules.build(
             self.schedule,
@@ -54,7 +54,11 @@ class Trial:
         )
         if self.recomputed:
             return dropping(joined(kept))
-        return joined(kept) if self.pairs else with_recompute_offload(kept, 3, self.drop, self.move)
+        return (
+            joined(kept)
+            if self.pairs
+            else with_recompute_offload(kept, 3, self.recompute, self.offload)
+        )
 
 
 @dataclass(frozen=True)
