@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What cutting the output layer along the vocabulary over all pipeline ranks saves, simulated.
+"""Simulate the gain of a vocabulary-parallel output layer.
 
   python benchmarks/vocabulary.py
   python benchmarks/vocabulary.py --output-layers 2.35 6 --schedules v-zb v-half v-min
@@ -8,10 +8,10 @@
 A model of --layers layers, whose F, B and W take .25, .3 and .2 and whose output layer takes as
 long as --output-layers of them, on --ranks pipeline ranks with messages of .05. Each schedule is
 built for even layers, for the best layers that count the output layer in, and for an output layer
-and an embedding that are cut: barriers, messages and the memory of the shards included, in the
+and an embedding that are sharded: barriers, messages and the memory of the shards included, in the
 schedule's own memory and one microbatch more. --prediction-layers are those of multi-token
-prediction: layers of the last stage, each of which runs the output layer once more. Cut, the best
-of the layouts that count them is taken. Prints a table and, last, one JSON line with every
+prediction: layers of the last stage, each of which runs the output layer once more. Sharded, the
+best of the layouts that count them is taken. Prints a table and, last, one JSON line with every
 makespan.
 """
 

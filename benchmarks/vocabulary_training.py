@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A small GPT trained on CPU ranks with its output layer whole and cut: losses, seconds, bytes.
+"""A small GPT trained on CPU ranks with its output layer whole and sharded: losses, seconds, bytes.
 
   python benchmarks/vocabulary_training.py                                  # 500 steps
   python benchmarks/vocabulary_training.py --hidden 256 --sequence 128 --layers 16 --steps 8
@@ -16,7 +16,7 @@ over all ranks. Of each it tells
   logits     bytes of logits, or of what is made of them, that are kept for a later pass: the most
              at once on any rank, over the most of Megatron's own on its last rank divided by p
 
-Bars, for what is cut: losses within 1e-4. A training magnifies what rounding differs by, soon where
+Bars, for shards: losses within 1e-4. A training magnifies what rounding differs by, soon where
 it learns fast: where the output layer is whole, gradients are Megatron's bit for bit, and only the
 norm that clips them is summed in another order. How far its losses are off is what rounding does.
 Prints a table and, last, one JSON line with all losses; ends with 1 when a bar is missed.
@@ -81,10 +81,12 @@ class Contender:
     """A schedule, None for Megatron's own, and whether the output layer is vocabulary parallel."""
 
     schedule: str | None
-    cut: bool = False
+    sharded: bool = False
 
     def __str__(self) -> str:
-        return UPSTREAM if self.schedule is None else self.schedule + (", cut" if self.cut else "")
+        return (
+            UPSTREAM if self.schedule is None else self.schedule + (", cut" if self.sharded else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def main() -> None:
     )
     job = Job(sizes, args.ranks, args.layers, args.microbatches, args.steps, learning_rate=args.lr)
     contenders = [Contender(None)]
-    contenders += [Contender(name, cut) for name in args.schedules for cut in (False, True)]
+    contenders += [Contender(name, on) for name in args.schedules for on in (False, True)]
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, args=(job, contenders, folder), nprocs=job.ranks)
         found = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
@@ -229,7 +231,7 @@ def _adapter(job: Job, contender: Contender) -> Any:
     return PipelineAdapter.create(
         ScheduleSettings(
             pipeline_schedule=contender.schedule,
-            pipeline_vocabulary="on" if contender.cut else "off",
+            pipeline_vocabulary="on" if contender.sharded else "off",
         ),
         JobSizes(
             pipeline_size=job.ranks,

@@ -9,6 +9,7 @@ the arguments do together with a schedule is said in verdicts.yaml, beside that 
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
 from pathlib import Path
@@ -42,7 +43,11 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    rows: Any = merged([read_parser(Path(checkout)) for checkout in sys.argv[1:]])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkouts", metavar="CHECKOUT", nargs="+", type=Path)
+    rows: Any = merged([read_parser(checkout) for checkout in parser.parse_args().checkouts])
     with TABLE.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
     print(f"{len(rows)} rows in {TABLE.relative_to(ROOT)}")

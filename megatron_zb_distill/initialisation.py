@@ -51,7 +51,7 @@ def inherit(student: Any, teacher: Any, shape: BlockShape, sizes: TeacherShape) 
             buffer.copy_(buffers[name])
         for name, parameter in student.named_parameters():
             given = shards.name_in_layer(student, name) if in_layer else name
-            parameter.copy_(shards.cut(student, name, parameter, weights[given]))
+            parameter.copy_(shards.shard_of(student, name, parameter, weights[given]))
 
 
 def _attention(weights: Weights, shape: BlockShape, sizes: TeacherShape) -> Weights:

@@ -71,7 +71,7 @@ def number_of(layer: Any) -> int:
     )
 
 
-def cut(layer: Any, name: str, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def shard_of(layer: Any, name: str, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a parameter that is given in one piece."""
     size = _split_over(layer, parameter)
     if size == 1:

@@ -163,12 +163,13 @@ def message_buffers(load: Workload, chunks: int) -> float:
 
 
 def rank_states(
-    load: Workload, layers: Sequence[int], embedding: bool, output: bool, *, cut: bool = False
+    load: Workload, layers: Sequence[int], embedding: bool, output: bool, *, sharded: bool = False
 ) -> StateBytes:
     """Count the states of a rank with these layers; the optimizer is distributed over data ranks.
 
     In fp8, a layer's weights keep two more bytes: themselves and their transpose in 8 bits. Frozen
-    weights have no gradient and no optimizer state. Where both ends are ``cut``, they are left out.
+    weights have no gradient and no optimizer state. Where both ends are ``sharded``, they are left
+    out.
     """
     model, strategy = load.model, load.strategy
     dense, routed = weights_of(model, [*layers, *(predicted_layers(model) if output else [])])
@@ -179,13 +180,13 @@ def rank_states(
     ends = 1 if embedding and output and model.tied_embeddings else embedding + output
     if output and model.prediction_layers and not model.tied_embeddings and not embedding:
         ends += 1
-    ends_here = (0 if cut else ends) * model.hidden_size * model.vocabulary / strategy.tensor
+    ends_here = (0 if sharded else ends) * model.hidden_size * model.vocabulary / strategy.tensor
     here = in_layers + ends_here
-    sharded = (here - routed_here) / strategy.replicas + routed_here / strategy.expert_replicas
+    optimized = (here - routed_here) / strategy.replicas + routed_here / strategy.expert_replicas
     weights = WEIGHT * here + (0 if strategy.precision == "bf16" else FP8_COPIES * in_layers)
     if load.frozen:
         return StateBytes(weights)
-    return StateBytes(weights, GRADIENT * here, OPTIMIZER * sharded, here, routed_here)
+    return StateBytes(weights, GRADIENT * here, OPTIMIZER * optimized, here, routed_here)
 
 
 def _scores(model: ModelConfig, index: int, sequence: int) -> float:

@@ -219,7 +219,7 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--vocabulary",
         choices=("auto", "on", "off"),
-        help="cut the output layer along the vocabulary over the pipeline ranks: where that is "
+        help="shard the output layer along the vocabulary over the pipeline ranks: where that is "
         "faster (auto, the default; with --profile the fastest both ways), in every schedule of "
         "this package (on), or in none (off)",
     )

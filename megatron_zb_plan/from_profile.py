@@ -78,7 +78,7 @@ class ProfileRequest:
         return seconds + self.profile.outside
 
     @property
-    def why_not_cut(self) -> str | None:
+    def why_not_sharded(self) -> str | None:
         """Why there is no row with vocabulary parallelism, None if there can be."""
         profile = self.profile
         rows, p = profile.model.vocabulary, profile.pipeline_size * profile.model.tensor
@@ -86,10 +86,10 @@ class ProfileRequest:
             return "the forwards that post-validation runs again have no passes of it"
         if profile.vocabulary is not None:
             return None
-        if Fit.of(profile).cutting is None:
+        if Fit.of(profile).shard_overhead is None:
             return "the profile lacks its number of rows: profile again"
         if rows is not None and rows % p:
-            return f"its {rows} rows cannot be cut evenly for {p} ranks"
+            return f"its {rows} rows cannot be sharded evenly for {p} ranks"
         return None
 
 
@@ -169,7 +169,7 @@ def rows(
     """Return every schedule, the fastest first, and why others are missing.
 
     Raises:
-        UsageError: the output layer cannot be cut as asked for, or there is no row.
+        UsageError: the output layer cannot be sharded as asked for, or there is no row.
     """
     search = _MeasuredSearch(asked, [candidate.name for candidate in candidates], watch)
     search.run(asked, candidates)
@@ -280,12 +280,12 @@ class _MeasuredSearch(PlanSearch):
         )
         if candidate.overlaps_all_to_all:
             return with_all_to_all(costs)
-        (_, output), (_, kept) = self.fit.in_layers(), self.fit.in_layers(cut=True)
+        (_, output), (_, kept) = self.fit.in_layers(), self.fit.in_layers(sharded=True)
         predicts = profile.multi_token > 0
         output -= kept if predicts else 0.0
         return with_counted_vocabulary(costs, profile.model.layers, output, predicts=predicts)
 
-    def try_cut(self, named: Sequence[ScheduleCandidate]) -> None:
+    def try_sharded(self, named: Sequence[ScheduleCandidate]) -> None:
         """Add rows of the fastest schedules of one or two chunks."""
         small = [row for row in self._ranked() if not row.megatron and row.chunks in (None, 2)]
         self.found += self._variants(named, small[:VARIANTS], vocabulary_parallel=True)
@@ -412,7 +412,7 @@ def _print(
     console.print(_table(found[:top]))
     for name, why in missing.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
-    if asked.vocabulary == "auto" and (why_not := asked.why_not_cut) is not None:
+    if asked.vocabulary == "auto" and (why_not := asked.why_not_sharded) is not None:
         console.print(Text(f" -  no vocabulary parallelism: {why_not}"), highlight=False)
     console.print(Text("\nflags of the first:", style="bold"))
     words = " \\\n  ".join(found[0].flags)

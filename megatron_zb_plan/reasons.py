@@ -93,33 +93,33 @@ def _said(row: Prediction) -> str:
     return f"{row.family} with {' and '.join(flags)}" if flags else row.family
 
 
-def gain_of_cut(plan: Plan, row: Prediction) -> float | None:
+def vocabulary_parallel_gain(plan: Plan, row: Prediction) -> float | None:
     """Return the share of tokens per second that a row's schedule gains by vocabulary parallelism.
 
     None where it has a whole one, or has nothing that fits with a whole one.
     """
-    whole = plan.without_cut.get(row.candidate) if row.vocabulary_parallel else None
+    whole = plan.unsharded.get(row.candidate) if row.vocabulary_parallel else None
     return None if whole is None else row.tokens_per_gpu / whole.tokens_per_gpu - 1
 
 
 def vocabulary(plan: Plan) -> str:
     """Return the gain of vocabulary parallelism, in one sentence."""
-    job, cut = plan.job, plan.cut
-    if (why := job.why_not_cut) is not None:
+    job, sharded = plan.job, plan.sharded
+    if (why := job.why_not_sharded) is not None:
         return f"no vocabulary parallelism: {why}"
     if job.vocabulary == "off":
         return "no vocabulary parallelism: --vocabulary off"
-    if cut is None:
+    if sharded is None:
         return "no schedule with vocabulary parallelism can be ahead here"
-    named = f"{cut.family} with vocabulary parallelism ({cut.load.strategy})"
+    named = f"{sharded.family} with vocabulary parallelism ({sharded.load.strategy})"
     whole = [
         *(row for row in plan.ranked if not row.vocabulary_parallel),
-        *plan.without_cut.values(),
+        *plan.unsharded.values(),
     ]
     if not whole:
         return f"{named} is the best that fits; nothing fits without"
     best = max(whole, key=lambda row: row.tokens_per_gpu)
-    lead = cut.tokens_per_gpu / best.tokens_per_gpu - 1
+    lead = sharded.tokens_per_gpu / best.tokens_per_gpu - 1
     if any(row.vocabulary_parallel for row in plan.ranked):
         how = f"{abs(lead):.1%} {'faster' if lead >= 0 else 'slower'} than"
         return f"{named} is {how} the best without, {best.candidate}"

@@ -66,7 +66,7 @@ class PlanRequest(Protocol):
     @property
     def vocabulary(self) -> str: ...
     @property
-    def why_not_cut(self) -> str | None: ...
+    def why_not_sharded(self) -> str | None: ...
 
 
 class PlanSearch(ABC):
@@ -93,12 +93,12 @@ class PlanSearch(ABC):
         """Look at the schedules that are chosen, and at those of which ``auto`` takes the best.
 
         Raises:
-            UsageError: the output layer cannot be cut in all of them, as asked for.
+            UsageError: the output layer cannot be sharded in all of them, as asked for.
         """
-        why = asked.why_not_cut
+        why = asked.why_not_sharded
         if asked.vocabulary == "on" and why is not None:
             raise UsageError(
-                f"--vocabulary on: the output layer of {asked.name} cannot be cut, because {why}: "
+                f"--vocabulary on: {asked.name} cannot shard its output layer, because {why}: "
                 "give --vocabulary auto"
             )
         everyone = [*self.own, *with_those_of_auto(chosen)]
@@ -112,7 +112,7 @@ class PlanSearch(ABC):
         ]
         variants: list[_Step] = []
         if asked.vocabulary == "auto" and why is None:
-            variants.append(("vocabulary parallelism", partial(self.try_cut, named)))
+            variants.append(("vocabulary parallelism", partial(self.try_sharded, named)))
         if self.has_pairs:
             variants.append(("pairs", partial(self.try_pairs, named)))
         total = len(everyone) + len(variants)
@@ -130,7 +130,7 @@ class PlanSearch(ABC):
         """Add the results of each schedule, without variants, and yield it."""
 
     @abstractmethod
-    def try_cut(self, named: Sequence[ScheduleCandidate]) -> None:
+    def try_sharded(self, named: Sequence[ScheduleCandidate]) -> None:
         """Look at promising schedules with vocabulary parallelism."""
 
     @abstractmethod
@@ -167,8 +167,8 @@ class Plan:
         nothing_for: why a schedule is not in the table.
         settings: number of settings counted by formula.
         simulated: number of settings whose schedule was built.
-        without_cut: for each row with vocabulary parallelism, the best setting without.
-        cut: the best with vocabulary parallelism, in the table or not.
+        unsharded: for each row with vocabulary parallelism, the best setting without.
+        sharded: the best with vocabulary parallelism, in the table or not.
         recompute_or_offload: the best that recomputes or offloads activations.
         all_kept: the best of ``auto`` that does neither.
     """
@@ -179,8 +179,8 @@ class Plan:
     nothing_for: dict[str, str]
     settings: int
     simulated: int
-    without_cut: dict[str, Prediction] = field(default_factory=dict)
-    cut: Prediction | None = None
+    unsharded: dict[str, Prediction] = field(default_factory=dict)
+    sharded: Prediction | None = None
     recompute_or_offload: Prediction | None = None
     all_kept: Prediction | None = None
 
@@ -379,8 +379,8 @@ class _CountedSearch(PlanSearch):
         self.nothing: dict[str, str] = {}
         self.smallest: dict[str, tuple[float, str]] = {}
         self.settings = self.simulated = 0
-        self.without_cut: dict[str, Prediction] = {}
-        self.cut: Prediction | None = None
+        self.unsharded: dict[str, Prediction] = {}
+        self.sharded: Prediction | None = None
         self.recompute_or_offload: Prediction | None = None
         self.all_kept: Prediction | None = None
 
@@ -407,8 +407,8 @@ class _CountedSearch(PlanSearch):
             nothing_for=nothing,
             settings=self.settings,
             simulated=self.simulated,
-            without_cut=of_asked(self.without_cut),
-            cut=self.cut,
+            unsharded=of_asked(self.unsharded),
+            sharded=self.sharded,
             recompute_or_offload=self.recompute_or_offload,
             all_kept=self.all_kept,
         )
@@ -422,7 +422,7 @@ class _CountedSearch(PlanSearch):
                 self.smallest[name] = found.smallest
             self._enter(name, found.prediction, found.too_large, found.settings > 0)
             if found.candidate.vocabulary_parallel:
-                self._note_cut(found.prediction)
+                self._note_sharded(found.prediction)
             yield found.candidate
 
     def _count(self, found: _Found) -> None:
@@ -442,8 +442,8 @@ class _CountedSearch(PlanSearch):
         if too_large is not None:
             self.too_large[name] = too_large
 
-    def _note_cut(self, row: Prediction | None) -> None:
-        self.cut = _fastest(filter(None, (self.cut, row)))
+    def _note_sharded(self, row: Prediction | None) -> None:
+        self.sharded = _fastest(filter(None, (self.sharded, row)))
 
     def _variants(
         self, named: Iterable[ScheduleCandidate], floor: float, **change: Any
@@ -455,7 +455,7 @@ class _CountedSearch(PlanSearch):
             self._count(found)
             yield found
 
-    def try_cut(self, named: Sequence[ScheduleCandidate]) -> None:
+    def try_sharded(self, named: Sequence[ScheduleCandidate]) -> None:
         """Let schedules with vocabulary parallelism take the place of those without.
 
         One does where it is ahead of every row that was asked for by more than predictions are off.
@@ -466,13 +466,13 @@ class _CountedSearch(PlanSearch):
         able = [candidate for candidate in named if not candidate.overlaps_all_to_all]
         for found in self._variants(able, floor, vocabulary_parallel=True):
             row, name = found.prediction, found.candidate.name
-            self._note_cut(row)
+            self._note_sharded(row)
             if row is not None and row.tokens_per_gpu >= floor:
                 self._replace(name, row)
                 self.nothing.pop(name, None)
-        auto, cut = self.best.get("auto"), self.cut
-        if auto and cut and cut.tokens_per_gpu >= max(floor, auto.tokens_per_gpu):
-            self._replace("auto", replace(cut, candidate="auto"))
+        auto, sharded = self.best.get("auto"), self.sharded
+        if auto and sharded and sharded.tokens_per_gpu >= max(floor, auto.tokens_per_gpu):
+            self._replace("auto", replace(sharded, candidate="auto"))
 
     def try_pairs(self, named: Sequence[ScheduleCandidate]) -> None:
         """Let schedules whose pairs hide the expert all-to-all take the place of slower rows."""
@@ -493,7 +493,7 @@ class _CountedSearch(PlanSearch):
 
     def _replace(self, name: str, row: Prediction) -> None:
         if name in self.best:
-            self.without_cut[name] = self.best[name]
+            self.unsharded[name] = self.best[name]
         self.best[name] = row
 
     def take_the_best(self, candidate: ScheduleCandidate) -> None:

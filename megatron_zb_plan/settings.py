@@ -33,7 +33,7 @@ from megatron_zb_plan.strategy import (
     no_strategy_message,
     strategies,
 )
-from megatron_zb_plan.vocabulary import CountedShard, can_be_shared, why_not_cut
+from megatron_zb_plan.vocabulary import CountedShard, can_be_shared, why_not_sharded
 from megatron_zb_plan.work import PassSeconds, Workload
 
 # --- estimates by formula
@@ -221,13 +221,13 @@ class PlanJob:
         )
 
     @property
-    def why_not_cut(self) -> str | None:
-        """Why the output layer cannot be cut, None if it can."""
+    def why_not_sharded(self) -> str | None:
+        """Why the output layer cannot be sharded, None if it can."""
         if self.frozen:
             return (
                 "its weights are frozen, and vocabulary parallelism has passes for their gradients"
             )
-        return why_not_cut(self.model, post_validation=self.post_validation)
+        return why_not_sharded(self.model, post_validation=self.post_validation)
 
     @property
     def has_slices(self) -> bool:
@@ -318,7 +318,7 @@ class CountedSettings:
 
     job: PlanJob
     whole: list[EvenSplit]
-    cut: list[EvenSplit]
+    sharded: list[EvenSplit]
 
     @classmethod
     def of(cls, job: PlanJob) -> CountedSettings:
@@ -344,8 +344,8 @@ class CountedSettings:
                 "parallelism: give fewer, or --slice-tokens"
             )
         shared = [s.load for s in found if can_be_shared(job.model, s.load.strategy)]
-        cut = [] if job.vocabulary == "off" or job.why_not_cut else shared
-        return cls(job, found, [EvenSplit(load, vocabulary_parallel=True) for load in cut])
+        sharded = [] if job.vocabulary == "off" or job.why_not_sharded else shared
+        return cls(job, found, [EvenSplit(load, vocabulary_parallel=True) for load in sharded])
 
     @property
     def have_all_to_all(self) -> bool:
@@ -354,7 +354,7 @@ class CountedSettings:
 
     def ordered(self, candidate: ScheduleCandidate) -> list[CountedSetting]:
         """Return the settings of a schedule, the fastest by formula first."""
-        splits = self.cut if candidate.vocabulary_parallel else self.whole
+        splits = self.sharded if candidate.vocabulary_parallel else self.whole
         found = (setting for split in splits for setting in self._of_split(split, candidate))
         return sorted(found, key=lambda setting: -setting.rate)
 
@@ -366,7 +366,7 @@ class CountedSettings:
         """
         of_v = replace(candidate, family="v-zb")
         found = []
-        for split in self.cut if candidate.vocabulary_parallel else self.whole:
+        for split in self.sharded if candidate.vocabulary_parallel else self.whole:
             fixed = split.states.total + split.load.device.reserved_bytes
             for setting in self._of_split(split, of_v):
                 held = setting.memory - fixed
@@ -375,8 +375,8 @@ class CountedSettings:
                     again = share * setting.m * split.rank.forward
                     found.append(replace(setting, seconds=setting.seconds + again))
         found.sort(key=lambda setting: -setting.rate)
-        cut = ((setting.staged(), setting.m) for setting in found[:_OF_RECOMPUTE])
-        return [(staged[0], m) for staged, m in cut if staged]
+        staged = ((setting.staged(), setting.m) for setting in found[:_OF_RECOMPUTE])
+        return [(first[0], m) for first, m in staged if first]
 
     def _of_split(self, split: EvenSplit, candidate: ScheduleCandidate) -> Iterator[CountedSetting]:
         load, strategy = split.load, split.load.strategy

@@ -128,7 +128,7 @@ class StageWorkload:
             [i for s in stages for i in self.layers_of[s]],
             embedding=0 in stages,
             output=self.placement.num_stages - 1 in stages,
-            cut=self.shard is not None,
+            sharded=self.shard is not None,
         )
         return found + CountedEncoder(self.load).states if 0 in stages else found
 

@@ -14,7 +14,6 @@ from megatron_zb.schedules.layout import placed_pattern
 from megatron_zb_plan.operators import modules_of
 from megatron_zb_plan.prediction import PlanRow, Prediction, RankMemory, overheads
 from megatron_zb_plan.reasons import (
-    gain_of_cut,
     is_named_too,
     margin,
     named_as,
@@ -23,6 +22,7 @@ from megatron_zb_plan.reasons import (
     recommended,
     recompute_or_offload_gain,
     vocabulary,
+    vocabulary_parallel_gain,
 )
 from megatron_zb_plan.search import Plan
 from megatron_zb_plan.strategy import Strategy
@@ -249,8 +249,8 @@ def _speed(plan: Plan, shown: list[tuple[int, int]]) -> Table:
     table.add_column("#", justify="right")
     table.add_column("schedule", no_wrap=True)
     table.add_column("setting")
-    is_cut = any(plan.ranked[index].vocabulary_parallel for _, index in shown)
-    for title in ("tok/s/GPU", "MFU", "bubble", "GiB", *["cut"] * is_cut):
+    has_sharded = any(plan.ranked[index].vocabulary_parallel for _, index in shown)
+    for title in ("tok/s/GPU", "MFU", "bubble", "GiB", *["cut"] * has_sharded):
         table.add_column(title, justify="right", no_wrap=True)
     for place, index in shown:
         row = plan.ranked[index]
@@ -262,15 +262,15 @@ def _speed(plan: Plan, shown: list[tuple[int, int]]) -> Table:
             f"{row.mfu:.1%}",
             f"{row.bubble:.1%}",
             f"{row.memory.total / GIB:.1f}",
-            *[_cut(plan, row)] * is_cut,
+            *[_percent_gain(plan, row)] * has_sharded,
             style="bold" if place == 1 else None,
         )
     return table
 
 
-def _cut(plan: Plan, row: Prediction) -> str:
-    """Return what cutting the output layer brings a row in tokens per second."""
-    gain = gain_of_cut(plan, row)
+def _percent_gain(plan: Plan, row: Prediction) -> str:
+    """Return the percentage that vocabulary parallelism adds to a row's tokens per second."""
+    gain = vocabulary_parallel_gain(plan, row)
     return "" if not row.vocabulary_parallel else "yes" if gain is None else f"{gain:+.1%}"
 
 
@@ -342,7 +342,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "layout": layout.text(layout.lettered(row.layout)),
         **_slices(row, asked=plan.job.has_slices),
         "vocabulary": "on" if row.vocabulary_parallel else "off",
-        "gain_of_cut": gain_of_cut(plan, row),
+        "gain_of_cut": vocabulary_parallel_gain(plan, row),
         "overlaps_all_to_all": row.overlaps_all_to_all,
         "recomputed": row.recomputed,
         "offloaded": row.offloaded,

@@ -45,7 +45,7 @@ class Settings(ScheduleSettings):
             are then dictionaries of tensors with the sequence as an axis. Attention keeps to the
             documents of packed samples, whose ends (``cu_seqlens``) the first stage reads.
         pipeline_layer_layout: ``auto`` or a file of ``--pipeline-profile`` balances them.
-        pipeline_vocabulary: ``on`` cuts output layer and embedding over the pipeline ranks of one
+        pipeline_vocabulary: ``on`` shards output layer and embedding over the pipeline ranks of one
             model, which is then called only with labels; ``auto`` where that is faster.
         pipeline_recompute: ``auto`` may recompute activations to keep the limit.
         pipeline_offload: ``auto`` may offload activations to the host to keep the limit.

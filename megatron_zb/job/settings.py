@@ -156,9 +156,9 @@ class ScheduleSettings:
     )
     pipeline_vocabulary: str | None = _setting(
         choices=("auto", "on", "off"),
-        help="cut the output layer and the embedding along the vocabulary over all pipeline "
+        help="shard the output layer and the embedding along the vocabulary over all pipeline "
         "ranks, whose logits, lookups and weight gradients then are passes of the schedule (on), "
-        "leave them on the first and the last stage (off, the default), or cut them where that "
+        "leave them on the first and the last stage (off, the default), or shard them where that "
         "can be done and is faster in the simulator (auto); the start-up lines say why. Losses "
         "agree with those of whole layers but for rounding, and are the same to the last bit in "
         "every schedule. Checkpoints serve both",

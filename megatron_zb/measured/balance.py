@@ -15,7 +15,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import AUTO_LAYOUT, LAYOUT_FLAG
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
-from megatron_zb.measured.usual_gpu import Cutting
+from megatron_zb.measured.usual_gpu import ShardOverhead
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import Costs, PassKind, Schedule, layout, simulate
 from megatron_zb.schedules.layout import Layers, Layout
@@ -38,15 +38,16 @@ TRANSFER = 0.05
 class Ends:
     """Number of layers that the embedding and the output layer count for, and its source.
 
-    ``cutting`` is what it takes besides to cut the output layer over all ranks, and ``kept`` the
-    part of ``output`` that stays on the last stage then: layers of multi-token prediction.
+    ``shard_overhead`` is what it takes besides to shard the output layer over all ranks, and
+    ``kept`` the part of ``output`` that stays on the last stage then: layers of multi-token
+    prediction.
     """
 
     embedding: float
     output: float
     known: str
     profile: Profile | None = None
-    cutting: Cutting = field(default_factory=Cutting)
+    shard_overhead: ShardOverhead = field(default_factory=ShardOverhead)
     kept: float = 0.0
 
     def __str__(self) -> str:
@@ -86,7 +87,7 @@ def measured(path: Path, sizes: Mapping[str, int]) -> Ends:
                 f"{flag} {sizes[name]}: profile this model"
             )
     fit = Fit.of(profile)
-    kept = fit.in_layers(cut=True)[1] if profile.multi_token else 0.0
+    kept = fit.in_layers(sharded=True)[1] if profile.multi_token else 0.0
     return Ends(*fit.in_layers(), f"measured, {path}", profile, kept=kept)
 
 
@@ -103,8 +104,8 @@ def costs_of(layers: int, pipeline_size: int, ends: Ends) -> Costs:
     )
 
 
-def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, cut: bool) -> Costs:
-    """Build the costs by which an output layer is compared, whole and cut over all ranks.
+def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, sharded: bool) -> Costs:
+    """Build the costs by which an output layer is compared, whole and sharded over all ranks.
 
     Measured ones where the ends come from a profile of as many ranks. Else F, B and W of a layer
     take p / layers each, the products of O of all shards together as long as F and B of the output
@@ -114,20 +115,20 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, cut: bool)
     p, profile = placement.pipeline_size, ends.profile
     if profile is not None and profile.pipeline_size == p:
         fit = Fit.of(profile)
-        if cut:
-            return fit.cut_costs(placement, layers, ends.cutting)
+        if sharded:
+            return fit.sharded_costs(placement, layers, ends.shard_overhead)
         return fit.costs(placement, layers)
     layer = p / max(sum(layers), 1)
     work = [layer * count for count in layers]
     embedding, output = layer * ends.embedding, layer * (ends.output - ends.kept)
     work[-1] += layer * ends.kept
-    if not cut:
+    if not sharded:
         work[0] += embedding
         work[-1] += output
     costs = Costs.of_slices(pipeline_size=p, forward=work, backward=work, weight=work, p2p=TRANSFER)
-    if not cut:
+    if not sharded:
         return costs
-    costs = ends.cutting.costs(
+    costs = ends.shard_overhead.costs(
         costs, layer, products=2 * output, weight=output, embedding=3 * embedding, held=0.0
     )
     return costs.with_prediction() if ends.kept else costs
@@ -136,7 +137,7 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, cut: bool)
 def with_counted_vocabulary(
     costs: Costs, layers: int, output: float, *, predicts: bool = False
 ) -> Costs:
-    """Return equal costs with an output layer, of so many layers, cut over all ranks.
+    """Return equal costs with an output layer, of so many layers, sharded over all ranks.
 
     Its logits and its part of the input gradient are O's, its weight gradient is V's. A run builds
     named schedules for these.
@@ -156,21 +157,21 @@ def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> En
 def balanced(layers: int, schedule: Schedule, ends: Ends) -> Balance:
     """Distribute the layers of a model over the stages of a schedule.
 
-    Ends that the schedule has cut over all ranks count on none of them.
+    Ends that the schedule has sharded over all ranks count on none of them.
 
     Raises:
         UsageError: there are too few.
     """
     placement = schedule.placement
-    is_cut = any(p.kind is PassKind.O for rank in schedule.ranks for p in rank)
-    whole, ends = ends, replace(ends, embedding=0.0, output=ends.kept) if is_cut else ends
+    sharded = any(p.kind is PassKind.O for rank in schedule.ranks for p in rank)
+    whole, ends = ends, replace(ends, embedding=0.0, output=ends.kept) if sharded else ends
     asked = Layers(layers, embedding=ends.embedding, output=ends.output)
     found = layout.balanced(asked, placement)
     even, *_ = layout.choices(layers, placement, ends.embedding, ends.output)
 
     def costs(counts: Layout) -> Costs:
-        if is_cut:
-            return costs_beside(placement, counts, whole, cut=True)
+        if sharded:
+            return costs_beside(placement, counts, whole, sharded=True)
         return _costs(schedule, counts, ends)
 
     seconds = {counts: simulate(schedule, costs(counts)).makespan for counts in (even, found)}
@@ -205,7 +206,7 @@ def of_arguments(value: str, args: Any) -> Ends:
             "tensor": args.tensor_model_parallel_size,
         }
         found, by_sizes = measured(Path(value), sizes), ends_of(args)
-        return found if by_sizes is None else replace(found, cutting=by_sizes.cutting)
+        return found if by_sizes is None else replace(found, shard_overhead=by_sizes.shard_overhead)
     instead = f"give a file of --pipeline-profile instead of {AUTO_LAYOUT}"
     if not _has_attention_sizes(args):
         raise UsageError(
@@ -233,8 +234,8 @@ def ends_of(args: Any) -> Ends | None:
     multi_token = getattr(args, "mtp_num_layers", None) or 0
     ends = counted(layer, 2.0 * args.hidden_size * vocabulary, multi_token)
     tensor = args.tensor_model_parallel_size
-    cutting = Cutting.of_sizes(layer, vocabulary, args.hidden_size, tensor)
-    return replace(ends, cutting=cutting.times(1 + multi_token))
+    shard_overhead = ShardOverhead.of_sizes(layer, vocabulary, args.hidden_size, tensor)
+    return replace(ends, shard_overhead=shard_overhead.times(1 + multi_token))
 
 
 def attention_of(args: Any) -> AttentionWork:

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Protocol
 
 from megatron_zb.measured.profile import Parts, Profile, VocabularyTimes
-from megatron_zb.measured.usual_gpu import Cutting
+from megatron_zb.measured.usual_gpu import ShardOverhead
 from megatron_zb.schedules import Costs, layout
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
@@ -135,7 +135,7 @@ class Fit(CostModel):
         return cls(profile, whole, parts, slowdown)
 
     @property
-    def cutting(self) -> Cutting | None:
+    def shard_overhead(self) -> ShardOverhead | None:
         """Counted costs of vocabulary parallelism; None if the profile does not have the rows."""
         model, forward = self.profile.model, self.parts["forward"]
         if model.vocabulary is None:
@@ -144,18 +144,20 @@ class Fit(CostModel):
         one = (forward.output - self.left["forward"].output) / depths
         if not one > 0:
             return None
-        cutting = Cutting.of_sizes(
+        shard_overhead = ShardOverhead.of_sizes(
             output_flops * forward.layer / one, model.vocabulary, model.hidden_size, model.tensor
         )
-        return cutting.times(depths)
+        return shard_overhead.times(depths)
 
     @property
     def depths(self) -> int:
         """The number of times that the output layer runs."""
         return 1 + self.profile.multi_token
 
-    def cut_costs(self, placement: Placement, counts: Layout, cutting: Cutting) -> Costs:
-        """Return the costs where output layer and embedding are cut over all ranks.
+    def sharded_costs(
+        self, placement: Placement, counts: Layout, shard_overhead: ShardOverhead
+    ) -> Costs:
+        """Return the costs where output layer and embedding are sharded over all ranks.
 
         Those of the shards that have been measured; else what F and B of the output layer take is
         O's, its W is V's, and what it holds is held from O to V. What the embedding takes is E's
@@ -163,14 +165,14 @@ class Fit(CostModel):
 
         Args:
             placement, counts: as for :meth:`costs`.
-            cutting: what nothing has measured, if it was whole.
+            shard_overhead: what nothing has measured, if it was whole.
         """
         costs, profile = self._costs(self.left, placement, counts), self.profile
         if profile.vocabulary is not None:
             costs = profile.vocabulary.added_to(costs, profile.rank_of[-1])
             return costs.with_prediction() if profile.multi_token else costs
         output = {name: part.output - self.left[name].output for name, part in self.parts.items()}
-        costs = cutting.costs(
+        costs = shard_overhead.costs(
             costs,
             self.parts["forward"].layer,
             products=output["forward"] + output["backward"],
@@ -182,7 +184,7 @@ class Fit(CostModel):
 
     def layouts(self, placement: Placement, variant: Variant) -> Sequence[Layout]:
         """Return the even layout, and the one that counts the ends as so many layers."""
-        ends = self.in_layers(cut=variant.vocabulary_parallel)
+        ends = self.in_layers(sharded=variant.vocabulary_parallel)
         return layout.choices(self.profile.model.layers, placement, *ends)
 
     def costs(self, placement: Placement, counts: Layout, variant: Variant = _USUAL) -> Costs:
@@ -192,7 +194,7 @@ class Fit(CostModel):
         seconds of every layer as those of the run.
         """
         if variant.vocabulary_parallel:
-            return self.cut_costs(placement, counts, self.cutting or Cutting())
+            return self.sharded_costs(placement, counts, self.shard_overhead or ShardOverhead())
         costs = self._costs(self.parts, placement, counts, blocking=variant.blocking)
         all_to_all = self.profile.all_to_all if variant.overlaps_all_to_all else None
         if all_to_all is None:
@@ -232,12 +234,12 @@ class Fit(CostModel):
             ],
         )
 
-    def in_layers(self, *, cut: bool = False) -> tuple[float, float]:
+    def in_layers(self, *, sharded: bool = False) -> tuple[float, float]:
         """Return the number of layers that embedding and output layer count for, by seconds.
 
-        With ``cut``, what is left of them on the stages.
+        With ``sharded``, what is left of them on the stages.
         """
-        seconds = [(self.left if cut else self.parts)[name] for name in _SECONDS]
+        seconds = [(self.left if sharded else self.parts)[name] for name in _SECONDS]
         layer = sum(part.layer for part in seconds)
         return (
             sum(part.embedding for part in seconds) / layer,
@@ -253,14 +255,14 @@ def _predicting(profile: Profile, name: str, part: FittedPart) -> float:
     return seconds
 
 
-def _whole_ends(cut: VocabularyTimes, start: int) -> dict[str, tuple[float, float]]:
+def _whole_ends(sharded: VocabularyTimes, start: int) -> dict[str, tuple[float, float]]:
     """Return what an embedding and an output layer would take whole, by quantity, of shards.
 
     Half of O is F's and half of it B's, for it multiplies twice; all of V is W's. Every rank looks
-    up all tokens, and the rank ``start`` of the first stage reads their data besides. What cutting
+    up all tokens, and the rank ``start`` of the first stage reads their data besides. What sharding
     takes in addition is counted with them.
     """
-    shards, first = cut.shards, cut.shards[start]
+    shards, first = sharded.shards, sharded.shards[start]
     output, weight = sum(s.output for s in shards) / 2, sum(s.weight for s in shards)
     held = float(sum(s.held for s in shards))
     return {

@@ -28,7 +28,7 @@ _MORE_BYTES_OF_A_LOGIT = LOGIT_IN_O + LOGIT_IN_V - LOGIT_IN_F - LOGIT_IN_B
 
 
 @dataclass(frozen=True)
-class Cutting:
+class ShardOverhead:
     """Work in forwards of a layer of the model.
 
     ``adding`` is that of one rank's part in P, ``gathering`` that of one gathering of all tokens
@@ -40,7 +40,9 @@ class Cutting:
     traffic: float = 0.0
 
     @classmethod
-    def of_sizes(cls, layer_flops: float, vocabulary: int, hidden: int, tensor: int) -> Cutting:
+    def of_sizes(
+        cls, layer_flops: float, vocabulary: int, hidden: int, tensor: int
+    ) -> ShardOverhead:
         """Count it.
 
         Args:
@@ -56,9 +58,9 @@ class Cutting:
             traffic=_MORE_BYTES_OF_A_LOGIT * vocabulary * _FLOPS_PER_BYTE / layer_flops,
         )
 
-    def times(self, depths: int) -> Cutting:
+    def times(self, depths: int) -> ShardOverhead:
         """Return the work for the tokens of so many depths of prediction."""
-        return Cutting(depths * self.adding, depths * self.gathering, depths * self.traffic)
+        return ShardOverhead(depths * self.adding, depths * self.gathering, depths * self.traffic)
 
     def costs(
         self,

@@ -116,15 +116,15 @@ class PipelineAdapter:
                 "num_microbatches=8, layers=Layers(32)))"
             )
         if settings.pipeline_vocabulary == "auto":
-            return cls._whole_or_cut(settings, sizes, build)
+            return cls._whole_or_sharded(settings, sizes, build)
         current = CurrentSchedule.named(settings, sizes, build)
         return cls(current, ModelPlacement.of(sizes, current.schedule))
 
     @classmethod
-    def _whole_or_cut(
+    def _whole_or_sharded(
         cls, settings: ScheduleSettings, sizes: JobSizes, build: Build
     ) -> PipelineAdapter:
-        """Create two adapters, whose output layer is whole or cut; return the faster one.
+        """Create two adapters, whose output layer is whole or sharded; return the faster one.
 
         Every rank asks ``build`` for the same two schedules and comes to the same result.
         """
@@ -136,23 +136,25 @@ class PipelineAdapter:
         of = {asked: replace(settings, pipeline_vocabulary=asked) for asked in ("off", "on")}
         whole = cls.create(of["off"], sizes, build)
         try:
-            cut = cls.create(of["on"], sizes, build)
+            sharded = cls.create(of["on"], sizes, build)
         except UsageError as error:
             whole.say(f"{WHOLE}: {error}")
             return whole
         seconds = []
-        for adapter in (whole, cut):
+        for adapter in (whole, sharded):
             layers = tuple(letters.count("t") for letters in adapter.layer_layout.letters)
-            costs = costs_beside(adapter.schedule.placement, layers, ends, cut=adapter is cut)
+            costs = costs_beside(
+                adapter.schedule.placement, layers, ends, sharded=adapter is sharded
+            )
             seconds.append(adapter.current.seconds(adapter.schedule, costs))
         less = 1 - seconds[1] / seconds[0]
         if less > 0:
-            cut.say(
+            sharded.say(
                 f"the output layer is vocabulary parallel: {less:.1%} less time than whole, "
                 f"simulated for {ends}"
             )
-            return cut
-        whole.say(f"{WHOLE}: cut, a step would take {-less:.1%} longer, simulated for {ends}")
+            return sharded
+        whole.say(f"{WHOLE}: sharded, a step would take {-less:.1%} longer, simulated for {ends}")
         return whole
 
     @classmethod
@@ -231,7 +233,7 @@ class PipelineAdapter:
         Where layers draw from streams of their own, their forwards choose these from now on.
 
         Raises:
-            UsageError: the vocabulary cannot be cut as asked for.
+            UsageError: the vocabulary cannot be sharded as asked for.
         """
         model_ends.tie_embeddings(model_chunks)
         for part in self._parts.in_order():
@@ -455,7 +457,7 @@ def build_adapter(
     named = args.pipeline_schedule_file is None
     why_whole = _why_whole(args, sizes) if args.pipeline_vocabulary == "auto" else None
     if named:
-        adapter = _named(args, sizes, chunks, build, cuts=why_whole is None)
+        adapter = _named(args, sizes, chunks, build, may_shard=why_whole is None)
     else:
         adapter = _of_file(Path(args.pipeline_schedule_file), sizes, chunks, build)
     adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
@@ -475,12 +477,12 @@ def build_adapter(
 
 
 def _settings(
-    args: argparse.Namespace, sizes: JobSizes, chunks: Chunks, *, cuts: bool
+    args: argparse.Namespace, sizes: JobSizes, chunks: Chunks, *, may_shard: bool
 ) -> ScheduleSettings:
     """Return the settings of a named schedule: limits have a share, and choices go to who has them.
 
     Args:
-        cuts: whether the output layer may be vocabulary parallel.
+        may_shard: whether the output layer may be vocabulary parallel.
     """
     family, profile, scale = catalog.family(args.pipeline_schedule), sizes.profile, 1.0
     if profile is not None:
@@ -499,7 +501,7 @@ def _settings(
         microbatch_group_size_per_vp_stage=group_size if family.takes_group_size else None,
         pipeline_memory_limit=known(MEMORY_LIMIT_FLAG, args.pipeline_memory_limit),
         pipeline_host_limit=known(HOST_LIMIT_FLAG, args.pipeline_host_limit),
-        pipeline_vocabulary=args.pipeline_vocabulary if cuts else "off",
+        pipeline_vocabulary=args.pipeline_vocabulary if may_shard else "off",
     )
 
 
@@ -512,9 +514,9 @@ def _of_file(file: Path, sizes: JobSizes, asked: Chunks, build: Build) -> Pipeli
 
 
 def _named(
-    args: argparse.Namespace, sizes: JobSizes, asked: Chunks, build: Build, *, cuts: bool
+    args: argparse.Namespace, sizes: JobSizes, asked: Chunks, build: Build, *, may_shard: bool
 ) -> PipelineAdapter:
-    layers, settings = sizes.layers, _settings(args, sizes, asked, cuts=cuts)
+    layers, settings = sizes.layers, _settings(args, sizes, asked, may_shard=may_shard)
     _check_ends(layers, asked.number or 1)
     # Only the schedule knows its chunks; with several, its first stage is not the first rank.
     inner = replace(sizes, layers=replace(layers, first=None, last=None))
@@ -556,7 +558,7 @@ def _why_rows_stay(args: argparse.Namespace) -> str | None:
     rows = -(-rows // multiple) * multiple // tensor
     if rows % p:
         return (
-            f"its {rows} rows cannot be cut evenly for {p} pipeline ranks: make "
+            f"its {rows} rows cannot be sharded evenly for {p} pipeline ranks: make "
             f"{flag_of(_MULTIPLE)} a multiple of {p}"
         )
     return None

@@ -100,9 +100,9 @@ class Profiling:
         self._current, self._held, self._every = current, held, every
         self.usual = current.schedule
         """The schedule before and after the measurement."""
-        is_cut = current.costs.vocabulary is not None
+        sharded = current.costs.vocabulary is not None
         # a rank's shard of the vocabulary counts as a stage behind those of the model
-        self._shard = self.usual.placement.num_stages + held[0].rank if is_cut else None
+        self._shard = self.usual.placement.num_stages + held[0].rank if sharded else None
         self._num_microbatches = self.usual.num_microbatches
         self._timed = WARM_UP + TIMED + WHOLE
         self._done = 0

@@ -37,7 +37,7 @@ from megatron_zb.megatron_core.vocabulary_shard import (
     PredictedLosses,
     VocabularyParallelEmbedding,
     VocabularyParallelOutput,
-    cut,
+    shard_output,
     with_later,
 )
 from megatron_zb.runtime.executor import TRAINING, Allocate, Handler
@@ -107,7 +107,7 @@ class VocabularyPart(StepPart):
                 "a second model was built, but the shards of the vocabulary are those of one "
                 "model: give --pipeline-vocabulary off, or build one"
             )
-        self._output = cut(chunks, self._physical)
+        self._output = shard_output(chunks, self._physical)
         model = get_attr_wrapped_model(
             chunks[self._output.chunk], "post_process", return_model_obj=True
         )

@@ -164,14 +164,14 @@ class VocabularyParallelOutput(NamedTuple):
     depths: int
 
 
-def cut(chunks: list[Any], physical: PhysicalPlacement) -> VocabularyParallelOutput:
+def shard_output(chunks: list[Any], physical: PhysicalPlacement) -> VocabularyParallelOutput:
     """Give every pipeline rank its rows of both layers; collective over the pipeline.
 
     The last stage, or else the rank's first chunk, holds its shard as ``output_layer``; the rank's
     first chunk that of an embedding with a weight of its own, as ``embedding_shard``.
 
     Raises:
-        UsageError: the rows cannot be cut evenly, or the output layer is not a plain one.
+        UsageError: the rows cannot be sharded evenly, or the output layer is not a plain one.
     """
     scattering = _Scattering(physical, device())
     models = [get_attr_wrapped_model(c, "post_process", return_model_obj=True) for c in chunks]
@@ -220,7 +220,7 @@ def _device_of(model: Any) -> torch.device:
 
 
 def _of_embedding(model: Any) -> tuple[bool, str]:
-    """Return whether rows are spread over tensor-parallel ranks, and why they cannot be cut."""
+    """Return whether rows are spread over tensor-parallel ranks, and why they cannot be sharded."""
     embedding = model.embedding
     why = changed_by_user(embedding.word_embeddings.weight)
     return bool(embedding.reduce_scatter_embeddings), why
@@ -236,7 +236,7 @@ def changed_by_user(weight: torch.Tensor) -> str:
 
 
 class _OutputLayer(NamedTuple):
-    """Properties of the output layer for all ranks; ``refused`` is why it cannot be cut."""
+    """Properties of the output layer for all ranks; ``refused`` is why it cannot be sharded."""
 
     rows: int
     width: int
@@ -267,7 +267,7 @@ class _OutputLayer(NamedTuple):
             )
         if self.rows % p:
             raise UsageError(
-                f"{self.rows} rows of the output layer cannot be cut evenly for {p} pipeline "
+                f"{self.rows} rows of the output layer cannot be sharded evenly for {p} pipeline "
                 f"ranks: make --make-vocab-size-divisible-by a multiple of {p}"
             )
 

@@ -22,11 +22,11 @@ def lower_bound(
 
     For every rank: its work, the wait until its first F or B, and the wait after its last F, when
     only what memory could hold is left to do; its work with that on its shard of an output layer
-    that is cut, which may fill these waits, and the time until its first F; and Little's law, by
-    which memory times time cannot be less than what all activations take. Communication that a pair
-    can hide counts as work where nothing is there to hide it: before the first B, when all F run
-    alone. Where activations can be recomputed, those are whose memory times time costs
-    the fewest seconds. Where they can be offloaded, those that hold most for the seconds of their
+    that is sharded, which may fill these waits, and the time until its first F; and Little's law,
+    by which memory times time cannot be less than what all activations take. Communication that a
+    pair can hide counts as work where nothing is there to hide it: before the first B, when all F
+    run alone. Where activations can be recomputed, those are whose memory times time costs the
+    fewest seconds. Where they can be offloaded, those that hold most for the seconds of their
     copies, as many as the copy engines carry.
     """
     if costs.recomputes_or_offloads:

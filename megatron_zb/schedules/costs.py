@@ -260,7 +260,7 @@ class Costs:
             )
 
     @property
-    def cuts_embedding(self) -> bool:
+    def shards_embedding(self) -> bool:
         """Whether the embedding is vocabulary parallel, like the output layer."""
         return self.vocabulary is not None and self.vocabulary.lookup is not None
 
@@ -304,7 +304,7 @@ class Costs:
 
     def with_prediction(self) -> Costs:
         """Return the costs of a vocabulary-parallel embedding that the last stage also reads."""
-        assert self.vocabulary is not None and self.cuts_embedding
+        assert self.vocabulary is not None and self.shards_embedding
         return replace(self, vocabulary=replace(self.vocabulary, predicts=True))
 
     def with_communication(

@@ -3,7 +3,7 @@
 The table is the *compute-only* one that torch's pipeline runtime loads and dumps: a row for each
 rank, a cell for each pass, ``<stage><letter><microbatch>``. Its letters are F, I for the input
 gradient (our B), W, and B for a full backward (our BW). Empty cells are idle steps. Two things
-torch does not know: R, where activations are made again, and O, P and V of schedules with a cut
+torch does not know: R, where activations are recomputed, and O, P and V of schedules with a sharded
 output layer, in which the shard of rank r counts as stage S + r.
 
 A pair is one cell, such as ``(0F1;2B0)OVERLAP_F_B``.

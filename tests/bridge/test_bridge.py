@@ -214,7 +214,7 @@ def test_a_provider_trains_on_token_slices_to_megatrons_losses(ranks: RankPools,
 @pytest.mark.parametrize(
     ("name", "vocabulary"), [("v-half", "on"), pytest.param("zb-h1", "on", marks=FULL)]
 )
-def test_a_provider_trains_with_a_cut_vocabulary_to_megatrons_losses(
+def test_a_provider_trains_with_a_sharded_vocabulary_to_megatrons_losses(
     ranks: RankPools, name: str, vocabulary: str
 ) -> None:
     """But for the order of sums."""
@@ -243,7 +243,7 @@ def a_second_model(vocabulary: str) -> str:
     return ""
 
 
-def test_a_second_model_with_a_cut_vocabulary_is_refused(ranks: RankPools) -> None:
+def test_a_second_model_with_a_sharded_vocabulary_is_refused(ranks: RankPools) -> None:
     job = ranks(2)
     for text in job.run(a_second_model, vocabulary="on"):
         assert text.startswith("a second model was built, but the shards of the vocabulary are")
@@ -570,7 +570,7 @@ def test_delayed_weight_gradients_are_left_to_the_schedule(monkeypatch: pytest.M
         )
 
 
-def test_no_vocabulary_is_cut_beside_prediction_and_an_exchange_that_overlaps() -> None:
+def test_no_vocabulary_is_sharded_beside_prediction_and_an_exchange_that_overlaps() -> None:
     model = argparse.Namespace(
         num_layers=8,
         pipeline_model_parallel_size=2,

@@ -148,7 +148,7 @@ def with_and_without_shapes(settings: Settings) -> tuple[Run, Run]:
 
 
 @pytest.mark.full
-def test_a_vocabulary_that_is_cut_needs_no_shapes_either(ranks: RankPools) -> None:
+def test_a_vocabulary_that_is_sharded_needs_no_shapes_either(ranks: RankPools) -> None:
     settings = Settings(pipeline_schedule="v-half", num_microbatches=8, pipeline_vocabulary="on")
     for without, shaped in ranks(2).run(with_and_without_shapes, settings=settings):
         assert without.orders == shaped.orders

@@ -100,7 +100,7 @@ def test_kinds_of_one_picture_are_told_apart(
 
 @pytest.mark.parametrize("eye", EYES)
 @pytest.mark.parametrize("chunks", [1, 2, 4])
-def test_passes_of_a_cut_output_layer_are_told_apart(eye: str, chunks: int) -> None:
+def test_passes_of_a_sharded_output_layer_are_told_apart(eye: str, chunks: int) -> None:
     """They have one shade each, among those of a training step."""
     of_training = [colour for kind in TRAINING for colour in shades(kind, chunks)]
     own = {kind: shades(kind, chunks)[0] for kind in ONE_SHADE}

@@ -58,14 +58,16 @@ def test_the_keywords_of_earlier_versions_are_refused(given: tuple[Any, ...]) ->
         PipelineAdapter.create(*given)
 
 
-@pytest.mark.parametrize(("output", "is_cut"), [(0.01, False), (8.0, True)])
-def test_the_faster_of_a_whole_and_a_cut_vocabulary(output: float, is_cut: bool) -> None:
+@pytest.mark.parametrize(("output", "vocabulary_parallel"), [(0.01, False), (8.0, True)])
+def test_the_faster_of_a_whole_and_a_sharded_vocabulary(
+    output: float, vocabulary_parallel: bool
+) -> None:
     sizes = {"pipeline_size": 2, "num_microbatches": 4, "layers": Layers(4)}
     with pytest.raises(UsageError, match="'auto' has to know what the ends of the model take"):
         scheduled("zb-h1", **sizes, pipeline_vocabulary="auto")
     ends = Ends(0.0, output, "given")
     adapter = scheduled("zb-h1", **sizes, ends=ends, pipeline_vocabulary="auto")
-    assert (adapter.costs.vocabulary is not None) is is_cut
+    assert (adapter.costs.vocabulary is not None) is vocabulary_parallel
     assert f"simulated for {ends}" in adapter.describe()
     for asked in ("on", "off"):
         adapter = scheduled("zb-h1", **sizes, ends=ends, pipeline_vocabulary=asked)

@@ -180,7 +180,7 @@ def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
     ],
     ids=["plain", "tied", "prediction"],
 )
-def test_the_profile_of_a_run_with_a_cut_vocabulary(
+def test_the_profile_of_a_run_with_a_sharded_vocabulary(
     ranks: RankPools, tmp_path: Path, case: GPTCase
 ) -> None:
     """Its losses and gradients are those of a run that does not measure."""
@@ -194,28 +194,31 @@ def test_the_profile_of_a_run_with_a_cut_vocabulary(
             assert all(torch.equal(g, other.gradients[0][name]) for name, g in of_step.items())
     assert found[-1].losses[0]
     profile = read_profile(path)
-    cut = profile.vocabulary
-    assert cut is not None
-    assert len(cut.shards) == 4
+    sharded = profile.vocabulary
+    assert sharded is not None
+    assert len(sharded.shards) == 4
     assert profile.model.vocabulary == VOCABULARY
-    assert min(cut.loss, *(min(s.output, s.weight, s.lookup, s.gradient) for s in cut.shards)) > 0
-    assert min(getattr(cut.host, name) for name in ShardHost.model_fields) > 0
+    assert (
+        min(sharded.loss, *(min(s.output, s.weight, s.lookup, s.gradient) for s in sharded.shards))
+        > 0
+    )
+    assert min(getattr(sharded.host, name) for name in ShardHost.model_fields) > 0
     tokens, hidden = SEQUENCE * 2 * depths, 32
     received = tokens * (4 * hidden + 16)  # the last stage's output and its labels
     logits = tokens * 4 * VOCABULARY // 4
-    assert [s.held for s in cut.shards] == [received + logits] * 4
+    assert [s.held for s in sharded.shards] == [received + logits] * 4
     # every rank sends to that of the first and the last stage, which is rank 0, and back
     assert len(profile.links) == 6 + 4
     costs = profile.costs(found[0].orders[-1].placement).for_placement(v_shape(4))
     expected = [stage.forward + profile.host.forward for stage in profile.stages]
     assert costs.forward == pytest.approx(expected)
     assert costs.shards is not None
-    assert set(costs.shards.held) == {cut.shards[0].held}
+    assert set(costs.shards.held) == {sharded.shards[0].held}
     traced = compare(path)
     kinds = set(map(PassKind, "FBWOPVEG" + "MK" * case.multi_token))
     assert {p.kind for p in traced.measured.schedule.ranks[0]} == kinds
     assert costs.shards is not None and Fit.of(profile).depths == depths
-    kept, _ = (Fit.of(profile).in_layers(cut=cut)[1] for cut in (True, False))
+    kept, _ = (Fit.of(profile).in_layers(sharded=sharded)[1] for sharded in (True, False))
     assert (kept > 0.5) is (depths > 1)
 
 
@@ -258,7 +261,7 @@ def test_auto_goes_on_with_a_schedule_for_what_it_has_measured(
     ],
     ids=["plain", "tensor-parallel", "prediction"],
 )
-def test_auto_goes_on_with_a_cut_vocabulary_too(ranks: RankPools, case: GPTCase) -> None:
+def test_auto_goes_on_with_a_sharded_vocabulary_too(ranks: RankPools, case: GPTCase) -> None:
     pool = ranks(2 * case.tensor_parallel)
     found = pool.run(train, case=case, schedule="auto", iterations=ITERATIONS + 2)
     check_replanned(found)
@@ -343,7 +346,7 @@ def test_predicted_activations_are_those_that_are_counted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["v-half", pytest.param("zb-h1", marks=pytest.mark.full)])
-def test_predicted_activations_count_shards_of_a_cut_vocabulary(
+def test_predicted_activations_count_shards_of_a_sharded_vocabulary(
     ranks: RankPools, tmp_path: Path, schedule: str
 ) -> None:
     path, case = tmp_path / "profile.yaml", GPTCase(layers=8, vocabulary=True)

@@ -1,4 +1,4 @@
-"""--pipeline-vocabulary auto: the faster of a whole output layer and one that is cut."""
+"""--pipeline-vocabulary auto: the faster of a whole output layer and one that is sharded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def adapter(line: str, build: catalog.Build = catalog.build, **upstream: Any) ->
     return adapter_of(parsed(f"--pipeline-schedule {line}", **{**USUAL, **upstream}), build)
 
 
-def is_cut(found: PipelineAdapter) -> bool:
+def is_vocabulary_parallel(found: PipelineAdapter) -> bool:
     kinds = {str(p.kind) for rank in found.schedule.ranks for p in rank}
     assert ("O" in kinds) is (found.costs.vocabulary is not None)
     return "O" in kinds
@@ -57,20 +57,22 @@ def seconds(found: PipelineAdapter, **upstream: Any) -> float:
     ends = ends_of(parsed("", **{**USUAL, **upstream}))
     assert ends is not None
     layers = tuple(letters.count("t") for letters in found.layer_layout.letters)
-    costs = costs_beside(found.schedule.placement, layers, ends, cut=is_cut(found))
+    costs = costs_beside(
+        found.schedule.placement, layers, ends, sharded=is_vocabulary_parallel(found)
+    )
     return schedules.simulate(found.schedule, costs).makespan
 
 
 @pytest.mark.parametrize("name", ["v-half", "zb-h1", "1f1b"])
-def test_a_large_output_layer_is_cut_and_a_tiny_one_is_not(name: str) -> None:
+def test_a_large_output_layer_is_sharded_and_a_tiny_one_is_not(name: str) -> None:
     large = adapter(f"{name} --pipeline-vocabulary auto", vocab_size=LARGE)
-    assert is_cut(large)
+    assert is_vocabulary_parallel(large)
     assert said(large).startswith("the output layer is vocabulary parallel: ")
     assert "less time than whole, simulated for an embedding that counts for 0.00" in said(large)
     # putting the parts of four ranks together takes longer than an output layer of 128 rows
     tiny = adapter(f"{name} --pipeline-vocabulary auto", vocab_size=128)
-    assert not is_cut(tiny)
-    assert said(tiny).startswith("the output layer stays whole: cut, a step would take ")
+    assert not is_vocabulary_parallel(tiny)
+    assert said(tiny).startswith("the output layer stays whole: sharded, a step would take ")
 
 
 @pytest.mark.parametrize(
@@ -95,15 +97,17 @@ def test_auto_is_never_slower_than_either(name: str, rows: int) -> None:
         ({"multi_latent_attention": True}, "what it takes cannot be counted for this model"),
         (
             {"make_vocab_size_divisible_by": 2, "vocab_size": 8190},
-            "its 8190 rows cannot be cut evenly for 4 pipeline ranks: make "
+            "its 8190 rows cannot be sharded evenly for 4 pipeline ranks: make "
             "--make-vocab-size-divisible-by a multiple of 4",
         ),
     ],
 )
-def test_what_cannot_be_cut_stays_whole_and_says_why(upstream: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_sharded_stays_whole_and_says_why(
+    upstream: dict[str, Any], words: str
+) -> None:
     size = {} if not upstream else {"vocab_size": LARGE}
     found = adapter("v-half --pipeline-vocabulary auto", **{**size, **upstream})
-    assert not is_cut(found)
+    assert not is_vocabulary_parallel(found)
     assert said(found).startswith("the output layer stays whole: ")
     assert words in said(found)
 
@@ -134,10 +138,10 @@ def test_rows_are_those_of_megatrons_padding() -> None:
     more: dict[str, Any] = {"tensor_model_parallel_size": 2, "world_size": 8}
     for sizes in ({}, more):
         found = adapter("zb-h1 --pipeline-vocabulary auto", vocab_size=9001, **sizes)
-        assert "cannot be cut" not in said(found)
+        assert "cannot be sharded" not in said(found)
     padded: dict[str, Any] = {"padded_vocab_size": 9002, "make_vocab_size_divisible_by": 2}
     odd = adapter("zb-h1 --pipeline-vocabulary auto", **padded)
-    assert "its 9002 rows cannot be cut" in said(odd)
+    assert "its 9002 rows cannot be sharded" in said(odd)
 
 
 def test_a_memory_limit_that_only_a_whole_one_keeps_leaves_it_whole() -> None:
@@ -150,12 +154,12 @@ def test_a_memory_limit_that_only_a_whole_one_keeps_leaves_it_whole() -> None:
 
     line = "v-half --pipeline-vocabulary auto --pipeline-memory-limit 0.75"
     found = adapter(line, build, vocab_size=LARGE)
-    assert not is_cut(found)
+    assert not is_vocabulary_parallel(found)
     assert said(found).endswith(
         "stays whole: v-half cannot keep the memory limit of 0.5 of 1F1B: rank 1 needs 0.6"
     )
     kept = adapter(line, vocab_size=LARGE)
-    assert is_cut(kept)
+    assert is_vocabulary_parallel(kept)
     timeline = schedules.simulate(kept.schedule, kept.costs)
     assert max(timeline.peak_memory) <= 0.75 * 4 + 1e-9
 
@@ -163,7 +167,7 @@ def test_a_memory_limit_that_only_a_whole_one_keeps_leaves_it_whole() -> None:
 def test_off_and_nothing_build_what_they_built() -> None:
     for line in ("v-half", "v-half --pipeline-vocabulary off"):
         found = adapter(line, vocab_size=LARGE)
-        assert not is_cut(found)
+        assert not is_vocabulary_parallel(found)
         assert "output layer" not in said(found).split(")")[-1]
 
 
@@ -175,21 +179,21 @@ def test_measured_ends_decide_where_there_are_any(tmp_path: Path) -> None:
         write_profile(profile(output=output), path)
         line = f"v-half --pipeline-vocabulary auto --pipeline-layer-layout {path}"
         found = adapter(line, **sizes)
-        assert is_cut(found) is expected
+        assert is_vocabulary_parallel(found) is expected
         assert f"(measured, {path})" in said(found)
         ends = of_arguments(str(path), parsed("", **sizes))
-        assert ends.cutting.adding > 0
+        assert ends.shard_overhead.adding > 0
         assert ends.output == pytest.approx(output)
 
 
-def test_layers_are_balanced_without_an_output_layer_that_is_cut() -> None:
+def test_layers_are_balanced_without_an_output_layer_that_is_sharded() -> None:
     line = "v-half --pipeline-layer-layout auto --pipeline-vocabulary"
     letters = [adapter(f"{line} {asked}", **NARROW) for asked in ("on", "off")]
     assert str(letters[0].layer_layout) == "Ett|tt|tt|tt|tt|tt|tt|ttL"
     assert str(letters[1].layer_layout) == "E|ttt|ttt|ttt|tt|tt|ttt|L"
     assert "an output layer that counts for 0.00" in letters[0].describe()
     wide = adapter(f"{line} auto", vocab_size=LARGE)
-    assert is_cut(wide)
+    assert is_vocabulary_parallel(wide)
     assert str(wide.layer_layout) == str(letters[0].layer_layout)
 
 
@@ -197,13 +201,13 @@ def test_every_rank_comes_to_the_same() -> None:
     """Rank 0 alone builds: two schedules, of which all ranks take the same."""
     for rows, expected in ((LARGE, True), (128, False)):
         found, built = on_ranks(3, vocab_size=rows)
-        assert [is_cut(one) for one in found] == [expected] * 3
+        assert [is_vocabulary_parallel(one) for one in found] == [expected] * 3
         assert len({interchange.digest(one.schedule) for one in found}) == 1
         assert len({said(one) for one in found}) == 1
         assert built == [0, 0]
 
 
-def test_every_rank_hears_why_the_cut_is_refused() -> None:
+def test_every_rank_hears_why_sharding_is_refused() -> None:
     found, built = on_ranks(2, refused="no", vocab_size=LARGE)
     assert [said(one) for one in found] == ["the output layer stays whole: no"] * 2
     assert built == [0, 0]

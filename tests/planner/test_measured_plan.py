@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from brief_searches import briefly
-from measured_runs import HEAVY, LAYER, LAYERS, P, cut_profile, profile
+from measured_runs import HEAVY, LAYER, LAYERS, P, profile, sharded_profile
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
@@ -75,9 +75,9 @@ def with_rows(**model: int) -> Profile:
     return Profile.model_validate(values)
 
 
-@pytest.mark.parametrize("measured", [with_rows(), cut_profile()], ids=["whole", "cut"])
-def test_a_plan_has_rows_with_and_without_a_cut_vocabulary(measured: Profile) -> None:
-    """Whichever of both has run; a heavy output layer is faster cut than in any layout."""
+@pytest.mark.parametrize("measured", [with_rows(), sharded_profile()], ids=["whole", "sharded"])
+def test_a_plan_has_rows_with_and_without_a_sharded_vocabulary(measured: Profile) -> None:
+    """Whichever of both has run; a heavy output layer is faster sharded than in any layout."""
     asked = ProfileRequest(measured, 8, None, post_validation=False)
     with briefly():
         found, missing = rows(asked, candidates_of(["v-zb", "auto"])[2:])
@@ -93,20 +93,20 @@ def test_a_plan_has_rows_with_and_without_a_cut_vocabulary(measured: Profile) ->
     assert best.vocabulary_parallel and best.seconds <= named[True].seconds
 
 
-def test_a_plan_cuts_every_row_or_none_if_asked() -> None:
-    asked = ProfileRequest(cut_profile(), 8, None, post_validation=False)
+def test_a_plan_shards_every_row_or_none_if_asked() -> None:
+    asked = ProfileRequest(sharded_profile(), 8, None, post_validation=False)
     for vocabulary in ("on", "off"):
         with briefly():
             found, _ = rows(replace(asked, vocabulary=vocabulary), candidates_of(["v-half"])[2:])
         assert [row.vocabulary_parallel for row in found] == [vocabulary == "on"]
 
 
-def test_auto_takes_the_best_of_schedules_that_are_all_cut_if_asked() -> None:
-    asked = ProfileRequest(cut_profile(), 8, None, post_validation=False, vocabulary="on")
+def test_auto_takes_the_best_of_schedules_that_are_all_sharded_if_asked() -> None:
+    asked = ProfileRequest(sharded_profile(), 8, None, post_validation=False, vocabulary="on")
     with briefly():
         found, _ = rows(asked, candidates_of(["v-half", "auto"]))
-    cut = {row.candidate for row in found if row.vocabulary_parallel}
-    assert cut == {"v-half", "auto"}
+    sharded = {row.candidate for row in found if row.vocabulary_parallel}
+    assert sharded == {"v-half", "auto"}
     assert all(row.megatron for row in found if not row.vocabulary_parallel)
 
 
@@ -114,14 +114,14 @@ def test_auto_takes_the_best_of_schedules_that_are_all_cut_if_asked() -> None:
     ("asked", "words"),
     [
         (ProfileRequest(profile(), 8, None, False, "on"), "lacks its number of rows"),
-        (ProfileRequest(cut_profile(), 8, None, True, "on"), "that post-validation runs again"),
+        (ProfileRequest(sharded_profile(), 8, None, True, "on"), "that post-validation runs again"),
         (
             ProfileRequest(with_rows(vocabulary=4098), 8, None, False, "on"),
-            "its 4098 rows cannot be cut evenly for 4 ranks",
+            "its 4098 rows cannot be sharded evenly for 4 ranks",
         ),
     ],
 )
-def test_a_vocabulary_that_cannot_be_cut_is_a_reason(asked: ProfileRequest, words: str) -> None:
+def test_a_vocabulary_that_cannot_be_sharded_is_a_reason(asked: ProfileRequest, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         rows(asked, candidates_of(["v-half"])[2:])
     found, _ = rows(replace(asked, vocabulary="auto"), candidates_of(["v-half"])[2:])

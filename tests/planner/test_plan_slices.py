@@ -152,7 +152,7 @@ def test_what_slices_add_to_a_shard_is_what_a_hand_counts() -> None:
     assert cut_up.crowding(3, 0) == pytest.approx(whole.crowding(3, 0))
 
 
-def test_slices_are_planned_with_a_cut_vocabulary() -> None:
+def test_slices_are_planned_with_a_sharded_vocabulary() -> None:
     choices = replace(ONE, slices=(4,))
     rows = {row.candidate: row for row in plan(20, choices, vocabulary="on").ranked}
     row = rows["v-half sliced"]

@@ -22,7 +22,7 @@ from megatron_zb_plan.device import DeviceConfig, read_device
 from megatron_zb_plan.model import ModelConfig, read_model
 from megatron_zb_plan.page import save_plan
 from megatron_zb_plan.prediction import IterationSettings, peak_of, predict
-from megatron_zb_plan.reasons import gain_of_cut, recommendation, vocabulary
+from megatron_zb_plan.reasons import recommendation, vocabulary, vocabulary_parallel_gain
 from megatron_zb_plan.search import WORTH_A_CHANGE, Plan, search
 from megatron_zb_plan.settings import PlanJob
 from megatron_zb_plan.stages import StageWorkload, cut_into_stages
@@ -33,7 +33,7 @@ from megatron_zb_plan.vocabulary import (
     CountedShard,
     can_be_shared,
     more_connections,
-    why_not_cut,
+    why_not_sharded,
 )
 from megatron_zb_plan.work import PassSeconds
 
@@ -50,7 +50,7 @@ def gapless() -> DeviceConfig:
     return found.model_copy(update={"kernels": kernels})
 
 
-def cut_stages(model: ModelConfig | None = None, **changes: Any) -> StageWorkload:
+def sharded_stages(model: ModelConfig | None = None, **changes: Any) -> StageWorkload:
     asked = load(model or small(), gapless(), **changes)
     (candidate,) = candidates_of(["v-half"])[2:]
     found = cut_into_stages(asked, replace(candidate, vocabulary_parallel=True), None)
@@ -98,93 +98,94 @@ def test_tensor_parallel_ranks_gather_and_sum() -> None:
 
 
 def test_states_of_all_shards_are_those_of_both_layers() -> None:
-    cut = cut_stages()
-    whole = replace(cut, vocabulary_parallel=False)
+    sharded = sharded_stages()
+    whole = replace(sharded, vocabulary_parallel=False)
     output = 1024 * 32000
     for which in ("parameters", "weights", "gradients", "optimizer"):
-        sums = [sum(getattr(held, which) for held in of.states) for of in (whole, cut)]
+        sums = [sum(getattr(held, which) for held in of.states) for of in (whole, sharded)]
         assert sums[1] == pytest.approx(sums[0])
-    held = [[states.parameters for states in of.states] for of in (whole, cut)]
+    held = [[states.parameters for states in of.states] for of in (whole, sharded)]
     assert held[0][0] - held[1][0] == pytest.approx(2 * output * 3 / 4)  # of a V, on rank 0
     assert held[1][1] - held[0][1] == pytest.approx(2 * output / 4)
 
 
 def test_ranks_that_look_up_count_it_forth_and_back() -> None:
     """Eight bytes of each number of a token, and a rank in a V takes three messages' worth."""
-    cut = cut_stages()
-    shard = cut.shard
+    sharded = sharded_stages()
+    shard = sharded.shard
     assert shard is not None
-    moved = 8 * 1024 * 1024 / cut.load.device.memory_bandwidth.reached
-    assert shard.lookup == pytest.approx(moved + 4 * cut.load.device.kernels.seconds)
-    of_stages = sum(cut.work[s].weight for s in cut.placement.stages_of[1])
-    assert cut.rank_work(1).weight == pytest.approx(of_stages + shard.weight + shard.lookup)
-    looped_stages = replace(cut, placement=looped(4, 2))
-    assert cut.link_seconds == pytest.approx(1.5 * looped_stages.link_seconds)
+    moved = 8 * 1024 * 1024 / sharded.load.device.memory_bandwidth.reached
+    assert shard.lookup == pytest.approx(moved + 4 * sharded.load.device.kernels.seconds)
+    of_stages = sum(sharded.work[s].weight for s in sharded.placement.stages_of[1])
+    assert sharded.rank_work(1).weight == pytest.approx(of_stages + shard.weight + shard.lookup)
+    looped_stages = replace(sharded, placement=looped(4, 2))
+    assert sharded.link_seconds == pytest.approx(1.5 * looped_stages.link_seconds)
 
 
 def test_the_first_stage_adds_what_all_ranks_have_looked_up() -> None:
     """Three more ranks' rows, and nothing of the look-up and its gradient."""
-    cut = cut_stages()
-    shard = cut.shard
+    sharded = sharded_stages()
+    shard = sharded.shard
     assert shard is not None
-    device = cut.load.device
+    device = sharded.load.device
     numbers, gaps = 1024 * 1024, 3 + 1  # three sums, and the kernel before the first layer
     added = 3 * 6 * numbers / device.memory_bandwidth.reached + gaps * device.kernels.seconds
     assert shard.looked_up.total == shard.looked_up.forward == pytest.approx(added)
-    layers = cut.work[1]
-    assert cut.work[0].total == pytest.approx(layers.total + added)
+    layers = sharded.work[1]
+    assert sharded.work[0].total == pytest.approx(layers.total + added)
 
 
 def test_logits_are_held_from_o_to_v() -> None:
-    cut = cut_stages()
+    sharded = sharded_stages()
     kinds = (PassKind.O, PassKind.O, PassKind.P, PassKind.V, PassKind.V)
-    shard = cut.shard
+    shard = sharded.shard
     assert shard is not None
     each = shard.held.activation
     assert each == 2 * 1024 * 8000 + (2 * 1024 + 16) * 1024
     peaks = [
-        peak_of([Pass(kind, 8, 0) for kind in kinds[:count]], cut.held)[0] for count in (1, 3, 5)
+        peak_of([Pass(kind, 8, 0) for kind in kinds[:count]], sharded.held)[0]
+        for count in (1, 3, 5)
     ]
     assert peaks == [each, 2 * each, 2 * each]
     again = (*kinds, PassKind.O)
-    assert peak_of([Pass(kind, 8, 0) for kind in again], cut.held)[0] == 2 * each
+    assert peak_of([Pass(kind, 8, 0) for kind in again], sharded.held)[0] == 2 * each
 
 
 def test_the_rank_of_the_loss_has_parts_of_all() -> None:
-    cut = cut_stages(pipeline=4)
+    sharded = sharded_stages(pipeline=4)
     logits, numbers = 1024 * 8000, 1024 * 1024
-    assert cut.logits(1) == 12 * logits + 6 * numbers
-    assert cut.logits(0) == 12 * logits + 4 * 4 * numbers
-    thin = cut_stages(small(vocabulary=3200))
+    assert sharded.logits(1) == 12 * logits + 6 * numbers
+    assert sharded.logits(0) == 12 * logits + 4 * 4 * numbers
+    thin = sharded_stages(small(vocabulary=3200))
     assert thin.logits(0) == 4 * (12 + 4) * numbers
 
 
 def test_what_a_rank_does_is_in_its_costs() -> None:
-    cut = cut_stages()
-    costs = cut.costs(blocking=False).for_placement(cut.placement)
-    shard = cut.shard
+    sharded = sharded_stages()
+    costs = sharded.costs(blocking=False).for_placement(sharded.placement)
+    shard = sharded.shard
     assert shard is not None and costs.shards is not None
     assert costs.shards.output == pytest.approx([shard.output] * 4)
     assert costs.shards.weight == pytest.approx([shard.weight] * 4)
     assert len(costs.activation) == 8
-    whole = replace(cut, vocabulary_parallel=False)
+    whole = replace(sharded, vocabulary_parallel=False)
     norm = shard.last_norm
-    assert cut.work[-1].total == pytest.approx(
-        whole.work[-1].total - cut.load.output().total + norm.total
+    assert sharded.work[-1].total == pytest.approx(
+        whole.work[-1].total - sharded.load.output().total + norm.total
     )
-    expected = sum((cut.work[s] for s in (0, 7)), PassSeconds()).total
+    expected = sum((sharded.work[s] for s in (0, 7)), PassSeconds()).total
     expected += shard.output + shard.weight + shard.loss + 2 * shard.lookup
-    assert cut.rank_work(0).total == pytest.approx(expected)
-    assert cut.busiest.total <= cut.interval(in_groups=False)
+    assert sharded.rank_work(0).total == pytest.approx(expected)
+    assert sharded.busiest.total <= sharded.interval(in_groups=False)
 
 
 def test_the_link_of_the_last_stage_carries_all_messages() -> None:
     """Four ranks of 8 GPUs: each is a node of its own; of 2 GPUs: all are in one."""
     for ranks, link in ((8, "between_nodes"), (2, "in_node")):
-        cut = cut_stages(small(global_batch_size=64), data=ranks)
+        sharded = sharded_stages(small(global_batch_size=64), data=ranks)
         place = getattr(gapless().messages, link)
         one = 2 * 1024 * 1024 / place.bandwidth
-        found = cut.costs(blocking=False).for_placement(cut.placement).shards
+        found = sharded.costs(blocking=False).for_placement(sharded.placement).shards
         assert found is not None
         latency = one + place.latency
         assert found.told == pytest.approx(latency)
@@ -192,34 +193,39 @@ def test_the_link_of_the_last_stage_carries_all_messages() -> None:
             latency + 2 * one
         )  # three messages, one after another
         assert found.back == pytest.approx([0.0, *[latency + 5 * one] * 3])  # of twice the size
-        assert cut.link_seconds == pytest.approx(9 * one)  # two of a part, one of rows
+        assert sharded.link_seconds == pytest.approx(9 * one)  # two of a part, one of rows
 
 
 def test_no_iteration_is_shorter_than_the_messages_on_that_link() -> None:
     slow = gapless()
     link = slow.messages.in_node.model_copy(update={"bandwidth": 1e6})
     both = slow.messages.model_copy(update={"in_node": link, "between_nodes": link})
-    cut = cut_stages()
-    cut = replace(cut, load=replace(cut.load, device=slow.model_copy(update={"messages": both})))
+    sharded = sharded_stages()
+    sharded = replace(
+        sharded, load=replace(sharded.load, device=slow.model_copy(update={"messages": both}))
+    )
     candidate = ScheduleCandidate("v-half", "v-half", vocabulary_parallel=True)
     with briefly():
-        found = predict(cut, candidate, IterationSettings(8), None)
+        found = predict(sharded, candidate, IterationSettings(8), None)
     assert found.pipeline_seconds >= 8 * 6 * 2 * 1024 * 1024 / 1e6
 
 
-# --- which can be cut ----------------------------------------------------------------------------
+# --- which can be sharded
+# ----------------------------------------------------------------------------
 
 
-def test_models_that_cannot_be_cut_are_named_with_the_reason() -> None:
-    assert why_not_cut(small()) is None
-    why = why_not_cut(small(**HYBRID))
+def test_models_that_cannot_be_sharded_are_named_with_the_reason() -> None:
+    assert why_not_sharded(small()) is None
+    why = why_not_sharded(small(**HYBRID))
     assert why is not None and "hybrid" in why
-    assert "post-validation" in (why_not_cut(small(), post_validation=True) or "")
+    assert "post-validation" in (why_not_sharded(small(), post_validation=True) or "")
 
 
-def test_a_plan_that_is_to_cut_what_cannot_be_cut_is_refused() -> None:
+def test_a_plan_that_is_to_shard_what_cannot_be_sharded_is_refused() -> None:
     again = small(**HYBRID, vocabulary=LARGE)
-    with pytest.raises(UsageError, match="of small cannot be cut, because it is a hybrid model"):
+    with pytest.raises(
+        UsageError, match="of small cannot be sharded, because it is a hybrid model"
+    ):
         plan(["v-half"], model=again, vocabulary="on")
     said = vocabulary(plan(["zb-h1"], model=again))
     assert said == "no vocabulary parallelism: it is a hybrid model"
@@ -228,7 +234,7 @@ def test_a_plan_that_is_to_cut_what_cannot_be_cut_is_refused() -> None:
 def test_prediction_counts_for_one_more_output_layer_and_a_layer() -> None:
     """The layers stay on the last stage; the rest is shared out."""
     once, again = (
-        cut_stages(small(prediction_layers=layers, rotary={"base": 10000}, vocabulary=LARGE))
+        sharded_stages(small(prediction_layers=layers, rotary={"base": 10000}, vocabulary=LARGE))
         for layers in (0, 1)
     )
     assert once.shard is not None and again.shard is not None
@@ -240,7 +246,8 @@ def test_prediction_counts_for_one_more_output_layer_and_a_layer() -> None:
     assert predicted == pytest.approx(again.load.output().total - 2 * once.load.output().total)
     assert predicted > layer and again.layout[-1] < once.layout[-1]
     more, usual = (
-        byte_counts.rank_states(of.load, [0], False, True, cut=True).weights for of in (again, once)
+        byte_counts.rank_states(of.load, [0], False, True, sharded=True).weights
+        for of in (again, once)
     )
     hidden = again.load.model.hidden_size
     assert more - usual == usual + 2 * 2 * hidden**2  # 16 bits of a layer, and of what joins rows
@@ -254,14 +261,14 @@ def test_a_tied_weight_is_one_shard_of_each_rank() -> None:
         for tied in (True, False)
     )
     assert untied.weights == 2 * tied.weights
-    assert plan(["v-half"], model=small(tied_embeddings=True, vocabulary=LARGE)).cut is not None
+    assert plan(["v-half"], model=small(tied_embeddings=True, vocabulary=LARGE)).sharded is not None
 
 
 def test_rows_that_do_not_divide_are_left_whole() -> None:
     odd = small(vocabulary=LARGE + 2)
     assert not can_be_shared(odd, load(odd).strategy)
     found = plan(["zb-h1"], model=odd)
-    assert found.cut is None
+    assert found.sharded is None
     assert "zb-h1" not in {
         row.candidate for row in plan(["zb-h1"], model=odd, vocabulary="on").ranked
     }
@@ -270,14 +277,14 @@ def test_rows_that_do_not_divide_are_left_whole() -> None:
 # --- what plan finds and says --------------------------------------------------------------------
 
 
-def test_a_cut_that_pays_takes_the_place_of_a_whole_output_layer() -> None:
-    """The output layer takes more than all layers of a rank: cutting it must pay."""
+def test_a_sharding_that_pays_takes_the_place_of_a_whole_output_layer() -> None:
+    """The output layer takes more than all layers of a rank: sharding it must pay."""
     auto, off, on = (plan(["v-half"], vocabulary=asked) for asked in ("auto", "off", "on"))
     first = auto.ranked[0]
     assert (first.candidate, first.vocabulary_parallel) == ("v-half", True)
     assert "--pipeline-vocabulary on" in flags(first, 16)
     whole = next(row for row in off.ranked if row.candidate == "v-half")
-    gain = gain_of_cut(auto, first)
+    gain = vocabulary_parallel_gain(auto, first)
     assert gain is not None
     assert gain == pytest.approx(first.tokens_per_gpu / whole.tokens_per_gpu - 1)
     assert gain > 0.5
@@ -290,7 +297,7 @@ def test_a_cut_that_pays_takes_the_place_of_a_whole_output_layer() -> None:
     assert first.memory.total < whole.memory.total  # its logits and its states were on one rank
 
 
-def test_auto_takes_the_best_with_a_cut_output_layer() -> None:
+def test_auto_takes_the_best_with_a_sharded_output_layer() -> None:
     found = plan(["auto", "v-half"])
     rows = {row.candidate: row for row in found.ranked}
     assert rows["auto"].vocabulary_parallel
@@ -299,18 +306,18 @@ def test_auto_takes_the_best_with_a_cut_output_layer() -> None:
     assert {row.candidate: row.vocabulary_parallel for row in alone.ranked}["auto"]
 
 
-def test_a_small_vocabulary_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_vocabulary_is_not_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where the bound says so, nor where the simulation does."""
-    assert plan(["v-half"], model=small(vocabulary=512)).cut is None
+    assert plan(["v-half"], model=small(vocabulary=512)).sharded is None
     monkeypatch.setattr(PlanJob, "optimistic", lambda job, staged, m: float("inf"))
     found = plan(["v-half"], model=small(vocabulary=512))
-    assert found.cut is not None
-    assert found.cut.tokens_per_gpu < found.ranked[0].tokens_per_gpu * (1 + WORTH_A_CHANGE)
+    assert found.sharded is not None
+    assert found.sharded.tokens_per_gpu < found.ranked[0].tokens_per_gpu * (1 + WORTH_A_CHANGE)
     assert not any(row.vocabulary_parallel for row in found.ranked)
     assert "not worth a change" in vocabulary(found)
 
 
-def test_no_more_cuts_are_simulated_than_may_win() -> None:
+def test_no_more_sharded_rows_are_simulated_than_may_win() -> None:
     """Where a plan without a pipeline is far ahead, none is."""
     everything = Choices(microbatch=(1,), recompute=("none",))
     asked = {"choices": everything, "gpus": 4, "model": small(global_batch_size=8)}
@@ -330,8 +337,8 @@ MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yaml
         for name in MODELS
     ],
 )
-def test_auto_is_never_behind_a_whole_or_a_cut_output_layer(name: str) -> None:
-    """With the planner's costs; behind a cut one by no more than predictions are off."""
+def test_auto_is_never_behind_a_whole_or_a_sharded_output_layer(name: str) -> None:
+    """With the planner's costs; behind a sharded one by no more than predictions are off."""
     model = read_model(ROOT / "configs" / "models" / f"{name}.yaml")
     device = read_device(ROOT / "configs" / "devices" / "h100_sxm.yaml")
     narrow = Choices(tensor=(4,), pipeline=(4,), microbatch=(1,), recompute=("none",))
@@ -339,7 +346,7 @@ def test_auto_is_never_behind_a_whole_or_a_cut_output_layer(name: str) -> None:
     first |= {"global_batch": 8, "sequence": model.sequence_length}
     auto, off = (plan(["v-half"], vocabulary=asked, **first) for asked in ("auto", "off"))
     assert auto.ranked[0].tokens_per_gpu >= off.ranked[0].tokens_per_gpu
-    if why_not_cut(model) is not None:
+    if why_not_sharded(model) is not None:
         assert auto.ranked == off.ranked
         return
     on = plan(["v-half"], vocabulary="on", **first)
@@ -355,7 +362,7 @@ def test_auto_is_never_behind_a_whole_or_a_cut_output_layer(name: str) -> None:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_the_command_tells_what_a_cut_brings(
+def test_the_command_tells_what_sharding_brings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "small.yaml"
@@ -372,11 +379,11 @@ def test_the_command_tells_what_a_cut_brings(
         without = capsys.readouterr().out
     rows = {row["schedule"]: row for row in found["ranked"]}
     assert rows["v-half"]["vocabulary"] == "on"
-    assert rows["v-half"]["gain_of_cut"] > 0.5
+    assert rows["v-half"]["vocabulary_parallel_gain"] > 0.5
     assert rows["Megatron 1F1B"]["vocabulary"] == "off"
-    assert rows["Megatron 1F1B"]["gain_of_cut"] is None
+    assert rows["Megatron 1F1B"]["vocabulary_parallel_gain"] is None
     assert found["vocabulary"].startswith("v-half with vocabulary parallelism")
-    assert f"{rows['v-half']['gain_of_cut']:+.1%}" in printed
+    assert f"{rows['v-half']['vocabulary_parallel_gain']:+.1%}" in printed
     assert "--pipeline-vocabulary on" in printed
     assert "--vocabulary off" in without and "--pipeline-vocabulary" not in without
 
@@ -390,18 +397,18 @@ def test_a_page_of_a_plan_draws_what_has_colours(tmp_path: Path) -> None:
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "--pipeline-vocabulary on" in page
     only_cut = replace(found, ranked=found.ranked[:1])
-    save_plan(tmp_path / "cut.html", only_cut)
+    save_plan(tmp_path / "sharded.html", only_cut)
 
 
-def test_a_cut_schedule_keeps_its_memory_and_its_order() -> None:
-    cut = cut_stages(small(vocabulary=LARGE))
+def test_a_sharded_schedule_keeps_its_memory_and_its_order() -> None:
+    sharded = sharded_stages(small(vocabulary=LARGE))
     candidate = ScheduleCandidate("v-half", "v-half", vocabulary_parallel=True)
     with briefly():
-        found = predict(cut, candidate, IterationSettings(8), None)
+        found = predict(sharded, candidate, IterationSettings(8), None)
     assert (timeline := found.timeline) is not None
-    share = sum(h.activation for h in cut.held[:8]) / 4
+    share = sum(h.activation for h in sharded.held[:8]) / 4
     most = schedules.catalog.family("v-half").peak_microbatches(4, 8) + 1
-    worst = max(sum(cut.held[s].activation for s in stages) for stages in v_shape(4).stages_of)
+    worst = max(sum(sharded.held[s].activation for s in stages) for stages in v_shape(4).stages_of)
     assert share <= worst
     assert max(timeline.peak_memory) <= most * worst * (1 + 1e-9)
     assert found.memory.activations + found.memory.weight_queue > 0
@@ -420,8 +427,8 @@ def test_messages_of_shards_take_connections(placement: Any, expected: list[int]
 
 
 def test_connections_of_shards_count_as_messages() -> None:
-    cut = cut_stages()
-    whole = replace(cut, vocabulary_parallel=False)
-    more = [cut.messages(rank) - whole.messages(rank) for rank in range(4)]
-    assert more == [more_connections(cut.placement, rank) * CONNECTION for rank in range(4)]
+    sharded = sharded_stages()
+    whole = replace(sharded, vocabulary_parallel=False)
+    more = [sharded.messages(rank) - whole.messages(rank) for rank in range(4)]
+    assert more == [more_connections(sharded.placement, rank) * CONNECTION for rank in range(4)]
     assert max(more) == 2 * 9_633_792

@@ -162,19 +162,19 @@ def test_a_pass_that_waits_for_its_message_takes_the_link_in_its_direction() -> 
     ("rows", "tensor", "why"),
     [
         (4096, 1, None),
-        (4098, 1, "its 4098 rows cannot be cut evenly for 4 ranks"),
-        (4100, 2, "its 4100 rows cannot be cut evenly for 8 ranks"),
+        (4098, 1, "its 4098 rows cannot be sharded evenly for 4 ranks"),
+        (4100, 2, "its 4100 rows cannot be sharded evenly for 8 ranks"),
         (4104, 2, None),
         (None, 1, "the profile lacks its number of rows: profile again"),
     ],
 )
-def test_a_vocabulary_is_cut_if_its_rows_can_be_divided(
+def test_a_vocabulary_is_sharded_if_its_rows_can_be_divided(
     rows: int | None, tensor: int, why: str | None
 ) -> None:
     values = profile().model_dump()
     values["model"] |= {"vocabulary": rows, "tensor": tensor}
     asked = ProfileRequest(Profile.model_validate(values), 8, None, False)
-    assert asked.why_not_cut == why
+    assert asked.why_not_sharded == why
 
 
 def test_the_table_of_a_profile_is_in_milliseconds_and_gib() -> None:

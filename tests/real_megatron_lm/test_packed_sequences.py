@@ -118,7 +118,7 @@ def test_tensor_parallel_ranks_are_told_of_conversations_in_slices(conversations
 
 
 @full
-def test_prompts_have_no_loss_in_a_cut_output_layer(conversations: Runs) -> None:
+def test_prompts_have_no_loss_in_a_sharded_output_layer(conversations: Runs) -> None:
     run = conversations.train(f"{V_HALF} --pipeline-vocabulary on", pipeline=4)
     check_same(run, conversations.upstream)
 

@@ -181,13 +181,13 @@ def recomputed() -> Schedule:
     return with_recompute_offload(kept, seed=1, recompute=1.0)
 
 
-def cut() -> Schedule:
+def sharded() -> Schedule:
     costs = Costs.uniform(pipeline_size=4, forward=1.0, backward=1.0, weight=1.0)
     costs = costs.with_vocabulary(output=0.5, weight=0.25, lookup=0.01)
     return schedules.build("v-half", pipeline_size=4, num_microbatches=12, costs=costs)
 
 
-@pytest.mark.parametrize("make", [offloaded, recomputed, cut])
+@pytest.mark.parametrize("make", [offloaded, recomputed, sharded])
 def test_the_host_does_not_wait_until_the_device_has_nothing_to_do(
     make: Callable[[], Schedule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +242,7 @@ def test_an_option_that_nccl_does_not_have_is_refused(monkeypatch: pytest.Monkey
         applied(GroupOptions(nccl={"max_ctas_": 4}), monkeypatch)
 
 
-def test_links_of_a_cut_vocabulary_have_one_thread_block_each(
+def test_links_of_a_sharded_vocabulary_have_one_thread_block_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A rank has two for every other rank; that of a user's settings is for the usual links."""

@@ -192,8 +192,8 @@ def test_a_table_keeps_the_passes() -> None:
 def test_costs_of_lookups_are_checked_and_scaled() -> None:
     with pytest.raises(UsageError, match=r"lookup of the vocabulary is -1\.0"):
         _costs(2, -1.0)
-    assert _costs(2).cuts_embedding
-    assert not _costs(2, None).cuts_embedding
+    assert _costs(2).shards_embedding
+    assert not _costs(2, None).shards_embedding
     slow = replace(_costs(2), slowdown=(1.0, 3.0)).for_placement(looped(2))
     assert slow.seconds[E][2:] == pytest.approx((0.01, 0.03))
     assert slow.seconds[G] == slow.seconds[E]

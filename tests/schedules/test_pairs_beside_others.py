@@ -148,7 +148,7 @@ def test_offload_still_has_no_pairs_to_go_with() -> None:
 # --- vocabulary parallelism
 
 
-def cut(costs: Costs, more: str) -> Costs:
+def sharded(costs: Costs, more: str) -> Costs:
     lookup = 0.05 if more else None
     costs = costs.with_vocabulary(output=2.0, weight=1.0, loss=0.05, held=0.1, lookup=lookup)
     return costs.with_prediction() if more == "prediction" else costs
@@ -159,7 +159,7 @@ def cut(costs: Costs, more: str) -> Costs:
 def test_pairs_beside_shards_are_no_slower_than_the_same_request_without(
     name: str, more: str, brief_searches: None
 ) -> None:
-    costs = cut(costs_of(3).with_all_kept(), more)
+    costs = sharded(costs_of(3).with_all_kept(), more)
     given: dict[str, Any] = {"pipeline_size": 3, "num_microbatches": 9}
     joined = schedules.build(name, **given, costs=costs).validate()
     alone = schedules.build(name, **given, costs=costs.without_communication())

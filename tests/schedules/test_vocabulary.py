@@ -310,7 +310,7 @@ def test_logits_beyond_the_memory_of_a_schedule_are_refused_in_a_sentence() -> N
         schedules.build("v-half", pipeline_size=4, num_microbatches=8, costs=costs)
 
 
-def test_a_cut_output_layer_takes_nothing_that_is_not_given() -> None:
+def test_a_sharded_output_layer_takes_nothing_that_is_not_given() -> None:
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
     found = costs.with_vocabulary(output=3.0, weight=2.0).vocabulary
     assert found == Vocabulary(

@@ -59,7 +59,9 @@ def test_less_than_half_a_kernel_waits_beside_the_computation(name: str) -> None
     ("p", "m", "mean", "worst"),
     [(8, 32, 0.8, 1.5), pytest.param(16, 64, 0.8, 2.5, marks=pytest.mark.full)],
 )
-def test_few_wait_where_the_vocabulary_is_cut(p: int, m: int, mean: float, worst: float) -> None:
+def test_few_wait_where_the_vocabulary_is_sharded(
+    p: int, m: int, mean: float, worst: float
+) -> None:
     costs = asymmetric(p).with_vocabulary(output=0.5, weight=0.25, lookup=0.02)
     schedule = schedules.build("v-half", pipeline_size=p, num_microbatches=m, costs=costs)
     timeline = schedules.simulate(schedule, costs)

@@ -124,7 +124,7 @@ ROWS = (
         GPTCase(),
         Verdict.ROUNDED,
         schedules=("v-half", "zb-h1", "1f1b", "v-zb"),
-        test="test_a_cut_output_layer_trains_as_megatrons",
+        test="test_a_sharded_output_layer_trains_as_megatrons",
     ),
     Row(
         "the same, multi-token prediction",

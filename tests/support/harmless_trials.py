@@ -22,7 +22,7 @@ class Trial:
         own_start: whether the model or its optimizer is another one, with a checkpoint of its own.
         prepared: what takes the place of the flags that are tried in the run that saves that.
         texts: whether the run reads texts, not the numbers that Megatron-LM makes up.
-        keeps_vocabulary: whether no schedule cuts the output layer: that sums logits up in another
+        keeps_vocabulary: whether no schedule shards the vocabulary: that sums logits up in another
             order, which the steps of 16 bits show in more digits than are compared.
     """
 

@@ -57,7 +57,7 @@ SHARD = {"output": 0.5, "weight": 0.25, "lookup": 0.02, "gradient": 0.03, "held"
 LOSS = 0.04
 
 
-def cut_profile(slow: dict[int, float] | None = None) -> Profile:
+def sharded_profile(slow: dict[int, float] | None = None) -> Profile:
     """The same with shards on all ranks, as measured in a run with vocabulary parallelism."""
     slowness = slow or {}
     shards: list[dict[str, Any]] = []

@@ -278,7 +278,7 @@ OF_MODELS: dict[str, Change] = {
     "hook on shard": hook_on_shard,
     "penalty on shard": penalty_on_shard,
 }
-"""Those to a whole chunk, for the refusals of a vocabulary that is cut over the ranks."""
+"""Those to a whole chunk, for the refusals of a vocabulary that is sharded over the ranks."""
 OTHERS: dict[str, Change] = {"late penalty": late_penalty}
 """Those whose sums W and B form in another order than Megatron, once."""
 

@@ -343,7 +343,7 @@ def test_losses_are_upstreams_with_balanced_layers(corpus: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_losses_are_upstreams_with_a_cut_vocabulary(corpus: str, tmp_path: Path) -> None:
+def test_losses_are_upstreams_with_a_sharded_vocabulary(corpus: str, tmp_path: Path) -> None:
     """But for the order of sums; and upstream goes on with the checkpoint."""
     flags = {"--data-path": corpus, "--vocab-size": 1024, "--train-iters": 6}
     cut = {"--pipeline-schedule": "zb-h1", "--pipeline-vocabulary": "on"}

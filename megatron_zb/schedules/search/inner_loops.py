@@ -938,18 +938,19 @@ class Gaps(NamedTuple):
     """Passes of a gap filler as numbers, coded ``row * m + microbatch``.
 
     The rows are F of each stage, then B, W, one P, and O and V of each rank; those of shards count
-    only if ``cut``. With ``split``, every B is followed by a W. ``end`` is the rank of the last
-    stage and ``holders[r]`` is 1 for a rank with a shard. By row is the rank; by code are the
-    seconds, the memory that the pass takes, or frees if negative, and the ``latency`` of its
-    output. ``leads[r * width + k]`` is the code of the k-th F or B of rank r, of ``num_leads[r]``.
-    ``partner`` is by code of F the backward that it is paired with, which is the next lead, or -1,
-    and ``of_pair`` the seconds of both. ``turn_of[j]`` is the turn of the B that reads P of j.
+    only if ``vocabulary_parallel``. With ``split``, every B is followed by a W. ``end`` is the rank
+    of the last stage and ``holders[r]`` is 1 for a rank with a shard. By row is the rank; by code
+    are the seconds, the memory that the pass takes, or frees if negative, and the ``latency`` of
+    its output. ``leads[r * width + k]`` is the code of the k-th F or B of rank r, of
+    ``num_leads[r]``. ``partner`` is by code of F the backward that it is paired with, which is the
+    next lead, or -1, and ``of_pair`` the seconds of both. ``turn_of[j]`` is the turn of the B that
+    reads P of j.
     """
 
     num_microbatches: int
     stages: int
     split: bool
-    cut: bool
+    vocabulary_parallel: bool
     end: int
     rank: Any
     holders: Any
@@ -1049,12 +1050,16 @@ def choose(
     m, stages, ranks = gaps.num_microbatches, gaps.stages, len(gaps.num_leads)
     counts, ready, width = space.counts, space.ready, len(gaps.leads) // ranks
     wait = INFINITY
-    if gaps.cut and rank == gaps.end and counts[8 * ranks] < m:
+    if gaps.vocabulary_parallel and rank == gaps.end and counts[8 * ranks] < m:
         code = 3 * stages * m + counts[8 * ranks]
         if ready[code] <= now:
             return code
         wait = ready[code] - now
-    if gaps.cut and counts[7 * ranks + rank] < room and counts[6 * ranks + rank] < m:
+    if (
+        gaps.vocabulary_parallel
+        and counts[7 * ranks + rank] < room
+        and counts[6 * ranks + rank] < m
+    ):
         code = (3 * stages + 1 + rank) * m + counts[6 * ranks + rank]
         if ready[code] <= now:
             return code
@@ -1095,7 +1100,7 @@ def hand_on(gaps: Gaps, space: GapSpace, events: Any, code: int, rank: int, end:
     if row < stages - 1:
         ready[code + m] = arrival
         heappush(events, (arrival, gaps.rank[row + 1]))
-    elif row == stages - 1 and gaps.cut:
+    elif row == stages - 1 and gaps.vocabulary_parallel:
         for holder in range(ranks):
             if gaps.holders[holder]:
                 at = end if holder == gaps.end else arrival

@@ -156,7 +156,7 @@ def fastest_with_vocabulary(
         search_with_vocabulary(name, placement, request, peak_microbatches, split=split)
         for placement in placements
     ]
-    if request.costs.cuts_embedding:
+    if request.costs.shards_embedding:
         found = [with_embedding(schedule, request.costs) for schedule in found]
     return min(found, key=lambda s: request.seconds(simulate(s, request.costs)))
 

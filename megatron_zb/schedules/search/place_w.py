@@ -154,15 +154,15 @@ class GapFiller:
         self._width = max(map(len, order))
         self._length = 2 * self._width + 3 * m
         leads = [[self._code(p) for p in passes] for passes in order]
-        self._split, self._cut = split, shards is not None
+        self._split, self._vocabulary_parallel = split, shards is not None
         self._needed = sum(map(len, leads))
         self._needed += sum(p.kind is _B for passes in order for p in passes)
-        self._needed += m * (2 * sum(self._holders) + 1) if self._cut else 0
+        self._needed += m * (2 * sum(self._holders) + 1) if self._vocabulary_parallel else 0
         self._gaps = Gaps(
             num_microbatches=m,
             stages=placement.num_stages,
             split=split,
-            cut=self._cut,
+            vocabulary_parallel=self._vocabulary_parallel,
             end=placement.rank_of[-1],
             rank=engine.integers([self._rank_of(stage) for _, stage in self._rows]),
             holders=engine.integers(self._holders),
@@ -249,9 +249,9 @@ class GapFiller:
     def _space(self) -> GapSpace:
         m, p, stages = self._m, self._placement.pipeline_size, self._placement.num_stages
         floats, integers = self._engine.floats, self._engine.integers
-        first = len(self._rows) * m if self._cut else 3 * stages * m
+        first = len(self._rows) * m if self._vocabulary_parallel else 3 * stages * m
         ready = [0.0] * m + [INFINITY] * (first - m)
-        if not self._cut:  # the last stage's B follows its F in the order
+        if not self._vocabulary_parallel:  # the last stage's B follows its F in the order
             begin = (2 * stages - 1) * m
             ready[begin : begin + m] = [0.0] * m
         return GapSpace(

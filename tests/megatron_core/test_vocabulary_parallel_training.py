@@ -25,10 +25,12 @@ def trained(job: Job, contenders: list[Contender]) -> list[dict[str, Any]]:
 
 @pytest.mark.full
 def test_it_learns_as_megatrons_and_shares_out_memory(ranks: RankPools) -> None:
-    contenders = [Contender(None), Contender("v-half"), Contender("v-half", cut=True)]
+    contenders = [Contender(None), Contender("v-half"), Contender("v-half", sharded=True)]
     results = ranks(JOB.ranks).run(trained, job=JOB, contenders=contenders, timeout=300.0)
-    upstream, whole, cut = ([rank[number] for rank in results] for number in range(len(contenders)))
-    found = vocabulary_training.compared(upstream, cut)
+    upstream, whole, sharded = (
+        [rank[number] for rank in results] for number in range(len(contenders))
+    )
+    found = vocabulary_training.compared(upstream, sharded)
     losses = vocabulary_training._losses(upstream)
     assert len(losses) == JOB.steps and losses[-1] < losses[0] - 0.1
     assert found["losses"] < 1e-6

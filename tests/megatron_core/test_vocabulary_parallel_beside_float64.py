@@ -15,12 +15,12 @@ import gpt_cases
 import pytest
 import torch
 from brief_searches import briefly
-from cut_outcomes import gathered
 from gpt_cases import GPTCase, Outcome
 from joined import EXPERTS
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from ranks import RankPools
+from vocabulary_parallel_outcomes import gathered
 
 M, SAMPLES = 4, 16
 MOST = 1.2

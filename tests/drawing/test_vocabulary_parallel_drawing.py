@@ -74,7 +74,7 @@ def test_what_is_exported_is_drawn_and_traced(
     assert sum(event.get("cat") == "V" for event in events) == 4 * 8
 
 
-def test_a_cut_embedding_is_read_and_left_out_of_a_drawing(
+def test_a_sharded_embedding_is_read_and_left_out_of_a_drawing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     costs = Costs.uniform(pipeline_size=4, forward=1.0, backward=1.0, weight=1.0)

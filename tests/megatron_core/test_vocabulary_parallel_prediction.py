@@ -1,4 +1,4 @@
-"""Multi-token prediction with a vocabulary that is cut over all ranks, beside Megatron's."""
+"""Multi-token prediction with a vocabulary that is sharded over all ranks, beside Megatron's."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import gpt_cases
 import pytest
 import torch
-from cut_outcomes import gathered
 from gpt_cases import GPTCase, Outcome
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import RankPools
+from vocabulary_parallel_outcomes import gathered
 
 FULL = pytest.mark.full
 ONE = GPTCase(multi_token=1, rotary=True, layers=8)

@@ -8,11 +8,11 @@ from typing import Any
 import gpt_cases
 import pytest
 import torch
-from cut_outcomes import gathered
 from feature_matrix import _MOE
 from gpt_cases import GPTCase
 from ranks import RankPools
 from sizes import every_value
+from vocabulary_parallel_outcomes import gathered
 
 MICROBATCHES = 3
 PLAIN = GPTCase(layers=8)
@@ -67,7 +67,7 @@ def differences(
 @pytest.mark.parametrize(
     ("what", "others"), every_value([*CASES], [["zb-h1"], ["1f1b", "v-min"], ["interleaved"]])
 )
-def test_sliced_steps_with_a_cut_vocabulary_are_megatrons(
+def test_sliced_steps_with_a_sharded_vocabulary_are_megatrons(
     ranks: RankPools, what: str, others: list[str]
 ) -> None:
     """Up to rounding; and in every schedule alike, to the last bit."""
@@ -79,7 +79,7 @@ def test_sliced_steps_with_a_cut_vocabulary_are_megatrons(
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_an_evaluation_and_unequal_slices_with_a_cut_vocabulary(
+def test_an_evaluation_and_unequal_slices_with_a_sharded_vocabulary(
     ranks: RankPools, forward_only: bool
 ) -> None:
     given: dict[str, Any] = {

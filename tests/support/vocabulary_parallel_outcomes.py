@@ -1,4 +1,4 @@
-"""Losses and gradients of all ranks together, where a vocabulary is cut over them."""
+"""Losses and gradients of all ranks together, where a vocabulary is sharded over them."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ import gpt_cases
 import pytest
 import torch
 from brief_searches import briefly
-from cut_outcomes import Gradients, gathered, whole, with_shards
 from gpt_cases import GPTCase, Outcome
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from rank_process import Kind
 from ranks import RankFailure, RankPools
+from vocabulary_parallel_outcomes import Gradients, gathered, whole, with_shards
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.connections import WatchPart
@@ -64,7 +64,7 @@ TOLERANCE = 2e-6
 
 
 def outcomes(case: GPTCase, schedules: list[str]) -> list[Outcome]:
-    """Of Megatron's own schedule, and of others with the output layer cut."""
+    """Of Megatron's own schedule, and of others with the output layer sharded."""
     found = [gathered(gpt_cases.run(case, None, [4])[4])]
     for name in schedules:
         run = gpt_cases.run(replace(case, vocabulary=True), name, [4], iterations=2)
@@ -123,7 +123,7 @@ def within_rounding(upstream: Gradients, ours: Gradients) -> list[str]:
     [pytest.param(name, marks=FULL if name in ON_REQUEST else ()) for name in CASES],
 )
 @pytest.mark.parametrize("others", [["zb-h1"], pytest.param(["1f1b", "v-zb"], marks=FULL)], ids=str)
-def test_a_cut_output_layer_trains_as_megatrons(
+def test_a_sharded_output_layer_trains_as_megatrons(
     ranks: RankPools, name: str, others: list[str]
 ) -> None:
     """And in every schedule alike, to the last bit."""
@@ -346,7 +346,7 @@ def refused(case: GPTCase) -> str:
     ],
     ids=["frozen", "hook", "parametrization"],
 )
-def test_what_cannot_be_cut_is_refused_on_all_ranks(
+def test_what_cannot_be_sharded_is_refused_on_all_ranks(
     ranks: RankPools, case: GPTCase, said: str
 ) -> None:
     for text in ranks(2).run(refused, case=case):
