@@ -23,7 +23,7 @@ def read_bytes(path: Path, most: int) -> bytes:
         most: largest number of bytes.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger; ``strerror`` says which.
+        OSError: it cannot be read, is no regular file, or is larger; ``strerror`` has the reason.
     """
     try:
         mode = path.stat().st_mode

@@ -1,6 +1,6 @@
 """Transformer layers of teacher and student, built by megatron-core one by one.
 
-A layer is built wherever its block runs: nothing here knows of pipeline ranks.
+A layer is built wherever its block runs: no code here depends on pipeline ranks.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _frozen(module: Any) -> Any:
 class FusedAttention(DotProductAttention):
     """Causal attention by torch's fused kernels; Megatron's own keeps the scores of all tokens.
 
-    In float32 on a GPU, it keeps them, too: there, results are to be the same in every run.
+    In float32 on a GPU, it also keeps them: there, results are to be the same in every run.
 
     It takes the arguments with which Megatron builds latent attention, too: its own lacks them.
     """
@@ -163,7 +163,7 @@ class ShardedNorm:
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> Any:
-        """Build the norm that the configuration asks for."""
+        """Build the norm that the configuration requests."""
         return _norm(config, hidden_size, eps, summed=config.sequence_parallel)
 
 

@@ -277,12 +277,12 @@ class DistillRun:
                 self._record_before(step + 1, end)
 
     def _record_before(self, step: int, end: int) -> None:
-        """Record the passes from here on if a picture is asked for, and few steps are left."""
+        """Record the passes from here on if a picture is requested, and few steps are left."""
         if self._picture is not None:
             self._picture.before(step, _last_step(self._args, end))
 
     def draw(self) -> None:
-        """Write the picture of the last steps, if one is asked for; collective over all ranks."""
+        """Write the picture of the last steps, if one is requested; collective over all ranks."""
         if self._picture is not None:
             path = Path(self._args.picture)
             if self._picture.draw(self.distribution, self._lanes, path):

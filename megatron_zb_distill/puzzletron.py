@@ -196,7 +196,7 @@ class Routing:
 def described(shapes: Sequence[BlockShape], routing: Routing) -> dict[str, Any]:
     """Return a model's ``block_configs``, as puzzletron's BlockConfig takes them.
 
-    Sizes stand beside ``replace_with_linear``, too, where they mean nothing: it asks for them.
+    Sizes stand beside ``replace_with_linear``, too, where they mean nothing: it requires them.
     """
     blocks = []
     for shape in shapes:

@@ -253,7 +253,7 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
 
 
 def make_plan(arguments: argparse.Namespace) -> None:
-    """Run ``plan``: print the table, and write the page if it is asked for.
+    """Run ``plan``: print the table, and write the page if it is requested.
 
     Raises:
         UsageError: an error that the user can correct.

@@ -169,7 +169,7 @@ def rows(
     """Return every schedule, the fastest first, and why others are missing.
 
     Raises:
-        UsageError: the output layer cannot be sharded as asked for, or there is no row.
+        UsageError: the output layer cannot be sharded as requested, or there is no row.
     """
     search = _MeasuredSearch(asked, [candidate.name for candidate in candidates], watch)
     search.run(asked, candidates)

@@ -163,7 +163,7 @@ def model_of(args: argparse.Namespace) -> ModelConfig:
     """Return the description of a model from parsed arguments of Megatron-LM.
 
     Raises:
-        UsageError: a size is missing, or the planner cannot count what an argument asks for.
+        UsageError: a size is missing, or the planner cannot count what an argument requests.
     """
     for name in _NOT_COUNTED:
         if getattr(args, name, None) is not None:

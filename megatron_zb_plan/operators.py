@@ -3,7 +3,7 @@
 Biases, norms and Mamba-2's convolution have too few weights to count.
 
 Selective recomputation saves what each of ``--recompute-modules`` does in Megatron's layers. A
-module either discards its output, which its last kernel can make again (``mla_up_proj``,
+module either discards its output, which its last kernel can recompute (``mla_up_proj``,
 ``moe_act``, ``layernorm``), or keeps its input alone (``core_attn``, ``mlp``, ``moe``,
 ``shared_experts``); B runs its forward again.
 """
@@ -151,7 +151,7 @@ def model_flops(
 ) -> float:
     """Count the FLOPs that training on so many tokens needs: three times F.
 
-    Masked scores are not counted unless ``all_scores`` asks for them, as Megatron-LM and many
+    Masked scores are not counted unless ``all_scores`` requests them, as Megatron-LM and many
     papers count.
     """
     per_token, layers = 0.0, [*range(model.layers), *predicted_layers(model)]

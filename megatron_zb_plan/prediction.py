@@ -445,7 +445,7 @@ def _recomputes_or_offloads(staged: StageWorkload) -> bool:
 def _running(staged: StageWorkload, timeline: Timeline) -> float:
     """Return the seconds in which a rank, on average, runs passes of a timeline.
 
-    A pair counts once, with the all-to-all that it does not hide; recomputation counts, too; a
+    A pair counts once, with the all-to-all that it does not hide; recomputation also counts; a
     message that stops a rank is no pass.
     """
     if staged.overlaps_all_to_all or staged.recomputes:

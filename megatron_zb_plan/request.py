@@ -134,7 +134,7 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
 
 
 def lengths(arguments: argparse.Namespace, job: PlanJob) -> SequenceLengths | None:
-    """Return the lengths of sequences, if they are asked for.
+    """Return the lengths of sequences, if they are requested.
 
     Raises:
         UsageError: they cannot be read, or a microbatch would have several samples.

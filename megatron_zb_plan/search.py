@@ -93,7 +93,7 @@ class PlanSearch(ABC):
         """Look at the schedules that are chosen, and at those of which ``auto`` takes the best.
 
         Raises:
-            UsageError: the output layer cannot be sharded in all of them, as asked for.
+            UsageError: the output layer cannot be sharded in all of them, as requested.
         """
         why = asked.why_not_sharded
         if asked.vocabulary == "on" and why is not None:
@@ -385,7 +385,7 @@ class _CountedSearch(PlanSearch):
         self.all_kept: Prediction | None = None
 
     def plan(self) -> Plan:
-        """Return the rows of the schedules that were asked for.
+        """Return the rows of the schedules that were requested.
 
         Raises:
             UsageError: nothing fits into the memory.
@@ -458,7 +458,7 @@ class _CountedSearch(PlanSearch):
     def try_sharded(self, named: Sequence[ScheduleCandidate]) -> None:
         """Let schedules with vocabulary parallelism take the place of those without.
 
-        One does where it is ahead of every row that was asked for by more than predictions are off.
+        One does where it is ahead of every row that was requested by more than predictions are off.
         """
         whole = {name: row for name, row in self.best.items() if row.slicing is None}
         reached = [row.tokens_per_gpu for name, row in whole.items() if name in self.asked]

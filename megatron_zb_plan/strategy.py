@@ -212,7 +212,7 @@ def _tensor(
 def _context(sequence: int, tensor: int, asked: tuple[int, ...] | None) -> tuple[int, ...]:
     """Return the CP sizes that divide a sample into two equal parts for each rank.
 
-    Unless sizes are asked for, those above 1 leave a rank at least 8192 tokens of a sample.
+    Unless sizes are requested, those above 1 leave a rank at least 8192 tokens of a sample.
     """
     usual = [1, *(c for c in _CONTEXTS if sequence // c >= _LONG)]
     return tuple(c for c in (asked or usual) if c == 1 or sequence % (2 * c * tensor) == 0)
@@ -223,7 +223,7 @@ def _experts(
 ) -> Iterator[tuple[int, int]]:
     """Yield sizes of expert and expert tensor parallelism within so many ranks.
 
-    Unless sizes are asked for, experts are whole, and spread over as many ranks as stay in a node,
+    Unless sizes are requested, experts are whole, and spread over as many ranks as stay in a node,
     or in eight nodes where a node has more than eight experts per GPU.
     """
     if model.experts is None:
@@ -244,7 +244,7 @@ def _experts(
 
 
 def _recompute(model: ModelConfig, asked: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the kinds of recomputation that save memory, and the modules that are asked for.
+    """Return the kinds of recomputation that save memory, and the modules that are requested.
 
     Recomputing the attention scores saves nothing where they are not stored.
     """

@@ -360,6 +360,6 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
 
 
 def _slices(row: Prediction, *, asked: bool) -> dict[str, Any]:
-    """Return the number of slices and their tokens, where slices were asked for."""
+    """Return the number of slices and their tokens, where slices were requested."""
     lengths = None if row.slicing is None else row.slicing.lengths
     return {"slices": row.load.strategy.slices, "slice_tokens": lengths} if asked else {}

@@ -42,7 +42,7 @@ def parse(argv: Sequence[str], world_size: int) -> argparse.Namespace:
 def complete(args: argparse.Namespace, world_size: int) -> None:
     """Check a namespace with all of the flags, and fill in what :func:`parse` does.
 
-    The contents of the data sets are recorded, too, so that a resumed run can recognise them.
+    The contents of the data sets are also recorded, so that a resumed run can recognise them.
 
     Raises:
         UsageError: as :func:`parse`.

@@ -140,7 +140,7 @@ class Pipeline:
 
     @property
     def virtual_pipeline_size(self) -> int | None:
-        """Value for ``virtual_pipeline_model_parallel_size``, wherever a trainer asks for it."""
+        """Value for ``virtual_pipeline_model_parallel_size``, wherever a trainer requests it."""
         return self.adapter.virtual_pipeline_size
 
     def prepare(self, model: Any) -> None:
@@ -305,7 +305,7 @@ class Pipeline:
 
 
 def _asks_for_embedding(module: str) -> bool:
-    """Return whether a module asks for the first stage to know who has the embedding.
+    """Return whether a module needs the first stage to have the embedding's rank.
 
     Megatron core's own also ask it for the neighbours of a rank.
     """

@@ -114,7 +114,7 @@ def _megatron_lm(arguments: argparse.Namespace) -> Path | None:
     """Return the folder of the Megatron-LM whose validation is to be run, None if there is none.
 
     Raises:
-        UsageError: the checkout has another version than the one that is asked for.
+        UsageError: the checkout has another version than the one that is requested.
     """
     asked = arguments.megatron_version
     if arguments.megatron_lm is None:

@@ -376,7 +376,7 @@ def about_python(
     Args:
         version: of Python, major and minor.
         own: versions that this package runs on, such as ``>=3.10``; empty where not known.
-        checkout: one that is looked at, too, if any.
+        checkout: one to inspect as well, if any.
     """
     least, needed_by = numbers(own.removeprefix(">=")), "megatron_zb"
     if isinstance(checkout, Checkout):

@@ -247,7 +247,7 @@ def _problem_with(requirement: Requirement, installed: Installed) -> tuple[str, 
 
 
 def _fits(version: str | None, versions: str) -> bool:
-    """Return whether a version is one of those asked for; True for an unknown version."""
+    """Return whether a version is one of those requested; True for an unknown version."""
     try:
         from packaging.specifiers import SpecifierSet
         from packaging.version import Version

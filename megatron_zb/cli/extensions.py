@@ -73,7 +73,7 @@ class Extension(Protocol):
         """Add arguments to ``plan``."""
 
     def plan(self, arguments: argparse.Namespace) -> bool:
-        """Print its plan if the arguments ask for it; return whether they do.
+        """Print its plan if the arguments request it; return whether they do.
 
         Raises:
             UsageError: a file, a field or an argument is wrong, or nothing fits.

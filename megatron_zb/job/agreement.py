@@ -159,7 +159,7 @@ class Rendezvous:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the address of the job's store is known."""
+        """Whether this rank has the address of the job's store."""
         if self._store is not None or self._world_size == 1:
             return True
         return dist.is_initialized() or "MASTER_ADDR" in os.environ

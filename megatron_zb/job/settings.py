@@ -198,8 +198,8 @@ class ScheduleSettings:
         action="store_true",
         example="v-zb",
         help="step the optimizer without waiting for the gradient norm of the whole pipeline; it "
-        "is validated in the next iteration's warm-up, and a step that was wrong is taken back "
-        "and made again. Losses stay the same; each line of the log comes one iteration later",
+        "is validated in the next iteration's warm-up, and a wrong step is rolled back and "
+        "repeated. Losses stay the same; each line of the log comes one iteration later",
     )
     post_validation_snapshot: str = _setting(
         "device",
@@ -345,7 +345,7 @@ def check_unscheduled(args: argparse.Namespace, source: str) -> None:
 
 
 def asks_for_balance(layout: str | None) -> bool:
-    """Return whether the value of ``--pipeline-layer-layout`` asks for a computed layout."""
+    """Return whether the value of ``--pipeline-layer-layout`` requests a computed layout."""
     return layout is not None and (layout == AUTO_LAYOUT or Path(layout).suffix == ".yaml")
 
 

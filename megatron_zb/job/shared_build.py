@@ -109,7 +109,7 @@ def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
 
 
 class Cache:
-    """A folder of schedules; a second job that asks for the same finds it there."""
+    """A folder of schedules; a second job that requests the same finds it there."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -184,7 +184,7 @@ _BETWEEN_LOOKS = 0.05  # seconds
 class SharedBuild:
     """Builder of schedules on rank 0 of a job for all ranks; called like ``schedules.build``.
 
-    All ranks ask for the same schedules in the same order. One that asks for another raises.
+    All ranks request the same schedules in the same order. One that requests another raises.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class SharedBuild:
         """Build a schedule, or take over what rank 0 has built.
 
         Raises:
-            UsageError: rank 0 cannot build it or asks for another.
+            UsageError: rank 0 cannot build it or requests another.
         """
         values = described(name, request)
         key = key_of(values)
@@ -228,7 +228,7 @@ class SharedBuild:
         return self._built[key]
 
     def abandon(self, error: Exception) -> None:
-        """Tell the ranks that wait for a schedule that rank 0 asks for none, and why."""
+        """Report to the ranks that wait for a schedule why rank 0 requests none."""
         if self._rank == 0 and self._world_size > 1 and not self._has_reported:
             _put(self._store, f"{self._asked}/asked", {"problem": _describe(error)})
             self._has_reported = True

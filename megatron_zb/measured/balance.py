@@ -1,4 +1,4 @@
-"""Balanced layers of each stage, where the two ends of the model count for some layers, too.
+"""Balanced layers of each stage, where the two ends of the model also count for some layers.
 
 The cost of the ends comes from a profile of the user's own run, or from the sizes of the model
 alone. The gain is that of the schedule that will run, simulated with either layout.

@@ -233,7 +233,7 @@ class PipelineAdapter:
         Where layers draw from streams of their own, their forwards choose these from now on.
 
         Raises:
-            UsageError: the vocabulary cannot be sharded as asked for.
+            UsageError: the vocabulary cannot be sharded as requested.
         """
         model_ends.tie_embeddings(model_chunks)
         for part in self._parts.in_order():
@@ -248,7 +248,7 @@ class PipelineAdapter:
 
     @property
     def reads_on_every_stage(self) -> bool:
-        """Whether stages between the first and the last need data, too."""
+        """Whether stages between the first and the last also need data."""
         return any(part.reads_on_every_stage for part in self._parts.in_order())
 
     def track(self, memory: ActivationMemory | None) -> None:
@@ -390,7 +390,7 @@ class PipelineAdapter:
     # --- start-up lines
 
     def say(self, line: str) -> None:
-        """Add a line to those that are said at the start."""
+        """Add a line to those logged at the start."""
         self._said.append(line)
 
     def describe(self) -> str:
@@ -411,7 +411,7 @@ _MULTIPLE, _USUAL_MULTIPLE = "make_vocab_size_divisible_by", 128
 
 @dataclass(frozen=True)
 class Chunks:
-    """The number of model chunks per rank that a flag asks for, None where none does."""
+    """The number of model chunks per rank that a flag requests, None where none does."""
 
     number: int | None = None
     flag: str = "--num-virtual-stages-per-pipeline-rank"
@@ -442,12 +442,12 @@ def build_adapter(
     build: Build = catalog.build,
     group_options: GroupOptions | None = None,
 ) -> PipelineAdapter:
-    """Create the adapter that the flags ask for; they choose a schedule.
+    """Create the adapter that the flags request; they choose a schedule.
 
     Args:
         args: the flags of the run, see :mod:`megatron_zb.job.settings`.
         sizes: model and batch.
-        chunks: the number of chunks per rank that is asked for.
+        chunks: the number of chunks per rank that is requested.
         build: builds schedules, such as on one rank for all.
         group_options: options for the process groups of messages, if not the usual ones.
 

@@ -39,7 +39,7 @@ def run_on_cpu(*, training_loop: bool = False) -> None:
     they are imported whether to compile their fused functions.
 
     Args:
-        training_loop: Megatron-LM's own training loop is to run too. It does not start unless
+        training_loop: Megatron-LM's own training loop also runs. It does not start unless
             `torch.cuda` says that there is a GPU, so then it says so.
     """
     cuda: Any = torch.cuda
@@ -266,7 +266,7 @@ def redirect_adam() -> None:
     Megatron asks a fresh optimizer for its state before it loads a checkpoint into it, but torch's
     makes it at the first step; and it takes every entry of a parameter's state for a tensor of the
     parameter's shape, so the number of steps has to be kept with the group. An optimizer without
-    parameters, such as that of experts on a rank that holds none, is asked for its steps, too.
+    parameters, such as that of experts on a rank that holds none, also has to have steps.
     """
     optim: Any = torch.optim
 

@@ -300,7 +300,7 @@ class Reduction:
         return self._awaited is not None and not self._awaited
 
     def expect(self, brings: Mapping[int, int], unknown: bool = False) -> None:
-        """Set the awaited gradients; if ``unknown``, weights not in ``brings`` may get one, too."""
+        """Set the awaited gradients; if ``unknown``, weights not in ``brings`` may also get one."""
         counts = {w: brings.get(w, -1 if unknown else 0) for w in self._weights}
         self._awaited = {w: count for w, count in counts.items() if count}
         self._order.start_what_is_ready()

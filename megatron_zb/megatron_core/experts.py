@@ -145,8 +145,8 @@ class Ran(NamedTuple):
 class PairedStage(MegatronStage):
     """A chunk whose passes run through Megatron's plans, each alone or a forward and a backward.
 
-    A backward can only run through the plan of its forward, so those run alone through one, too. A
-    forward that keeps nothing for its backward has a plan only in a pair.
+    A backward can only run through the plan of its forward, so single passes also run through one.
+    A forward that keeps nothing for its backward has a plan only in a pair.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -171,7 +171,7 @@ class PairedStage(MegatronStage):
     def recompute(self, microbatch: int) -> None:
         super().recompute(microbatch)
         ran, self._ran = self._ran, None
-        assert ran is not None, "what is made again has run through a plan"
+        assert ran is not None, "what is recomputed has run through a plan"
         _free(ran.output)
 
     def _user_step(self, data_iterator: Any, model: Any) -> Any:

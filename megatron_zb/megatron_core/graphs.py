@@ -65,7 +65,7 @@ def layer_order(
     """Return the order of single layers, as TE takes it, where pairs run layer by layer.
 
     In a pair, layers of the forward take turns with those of the backward, which come last first;
-    the turns count layers without a graph, too.
+    the turns also count layers without a graph.
 
     Args:
         schedule: what the rank trains with.

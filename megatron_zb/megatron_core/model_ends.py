@@ -41,7 +41,7 @@ def tied_weights(chunks: list[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _predicts_tokens(model: Any) -> bool:
-    """Return whether the last stage embeds tokens, too, for multi-token prediction."""
+    """Return whether the last stage also embeds tokens, for multi-token prediction."""
     return bool(getattr(model.config, "mtp_num_layers", None))
 
 

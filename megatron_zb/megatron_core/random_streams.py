@@ -94,7 +94,7 @@ def seed_of(*words: object) -> int:
 
 
 class LayerStreams:
-    """Random streams of every layer, seeded by seed and layer, and in a step by microbatch, too.
+    """Random streams of every layer, seeded by seed and layer, and in a step also by microbatch.
 
     Args:
         seed: the user's seed.

@@ -41,7 +41,7 @@ class Asked:
         placements: those that the schedule may have. A condition on the placement holds if it
             holds for all of them.
         splits: whether the schedule splits the backward.
-        table: the schedule of a file, whose passes count like the flags that ask for them.
+        table: the schedule of a file, whose passes count like the flags that request them.
         draws_by_layer: whether layers have random streams of their own.
         series: the series of Megatron-LM, such as (0, 19); None is the one installed.
         facts: further facts of a step by name, such as ``is_measured``.
@@ -304,7 +304,7 @@ def why_whole(args: argparse.Namespace) -> str | None:
 def of_arguments(
     args: argparse.Namespace, *, chunks: int | None = None, num_layers: int | None = None
 ) -> Asked:
-    """Return the run that arguments ask for, as far as it is known before a schedule is built.
+    """Return the run that arguments request, as far as it is known before a schedule is built.
 
     Args:
         chunks: per rank, where arguments choose a number.

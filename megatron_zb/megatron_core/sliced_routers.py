@@ -2,7 +2,7 @@
 
 Which experts a token goes to depends on no other token. The losses of a router do: balancing is a
 product of the mean of probabilities and the shares of experts, over all tokens of a microbatch. Its
-gradient for a slice needs the shares in the slices behind it, too. As B of a slice follows F of the
+gradient for a slice also needs the shares in the slices behind it. As B of a slice follows F of the
 last one, they are there in time: the last slice computes the losses from the logits of all slices,
 as Megatron does from those of the whole microbatch, and leaves the other slices their gradients.
 """

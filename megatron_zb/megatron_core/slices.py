@@ -76,7 +76,7 @@ class SlicesPart(StepPart):
 
     @property
     def reads_on_every_stage(self) -> bool:
-        """Whether stages between the first and the last need data, too: the ends of documents."""
+        """Whether stages between the first and the last also need data: the ends of documents."""
         return bool(self.documents)
 
     def finish_model(self, chunks: list[Any]) -> None:

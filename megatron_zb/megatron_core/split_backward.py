@@ -79,7 +79,7 @@ class SplitBackward:
     def keep_lookup(self, weight: Any) -> None:
         """Let B compute the gradient of a word embedding, also where an output layer uses it.
 
-        The lookup leaves its part of the gradient in B, and the sum must be formed there, too.
+        The lookup leaves its part of the gradient in B, and the sum must also be formed there.
         ``zero_out_wgrad`` is Megatron's word for such a weight: without it, fused accumulation
         loses the part of the lookup.
         """
@@ -131,7 +131,7 @@ class SplitBackward:
         return all(one is not None and one.can_wait for one in known)
 
     def look_at(self, output: torch.Tensor) -> None:
-        """Find the weights that other operations use, too, in the graph of a forward."""
+        """Find the weights that other operations also use, in the graph of a forward."""
         self.has_looked = True
         for node, leaf in uses_of_leaves(output.grad_fn):
             known = self._weights.get(id(leaf))

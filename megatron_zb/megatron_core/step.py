@@ -2,7 +2,7 @@
 
 A feature of the runtime, such as profiling or vocabulary parallelism, is a :class:`StepPart`: an
 object with its own state and a few optional hooks. ``ForwardBackward`` calls the hooks of all parts
-in the order of its list and knows no feature.
+in the order of its list and names no feature.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Step:
         """Program of this step, chosen at its first use.
 
         A profile switches the schedule in its ``before_step``. So no part before it in the list may
-        ask for the program in that hook.
+        request the program in that hook.
         """
         return self.program_for(self.num_microbatches, self.forward_only, self.captured)
 
@@ -154,7 +154,7 @@ class StepPart:
 
     @property
     def reads_on_every_stage(self) -> bool:
-        """Whether stages between the first and the last need data, too."""
+        """Whether stages between the first and the last also need data."""
         return False
 
     def prepare_model(self, chunks: list[Any]) -> None:
@@ -169,8 +169,9 @@ class StepPart:
     def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
         """Return the type of a stage in place of the usual one, None to leave it.
 
-        It is asked for all stages of the model on every rank. A stage that several parts replace is
-        of all their types, in the order of the list: each calls ``super`` for what it does not do.
+        It is called for all stages of the model on every rank. A stage that several parts replace
+        is of all their types, in the order of the list: each calls ``super`` for what it does not
+        do.
         """
         return None
 
@@ -223,7 +224,7 @@ def say_on_first_rank(line: str) -> None:
 def timed(
     config: Any, name: str, *, log_level: int, barrier: bool = False
 ) -> AbstractContextManager[None]:
-    """Return the context of one of Megatron's timers, if the user has asked for them."""
+    """Return the context of one of Megatron's timers, if the user has requested them."""
     return NOTHING if config.timers is None else _timer(config, name, log_level, barrier)
 
 

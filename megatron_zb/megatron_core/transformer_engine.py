@@ -176,7 +176,7 @@ def quantize_weights_anew(module: Any) -> None:
     TE would do so for the first microbatch, but then let its weight gradient
     overwrite ``main_grad``, although a BW of another microbatch may come before its W. Without its
     copies it makes new ones. Where no gradient will follow, as in an evaluation, TE is told: it
-    writes into its copies, which CUDA graphs of the module may write into, too.
+    writes into its copies, which CUDA graphs of the module may also write into.
     """
     if getattr(module, "is_first_microbatch", False) and torch.is_grad_enabled():
         module.is_first_microbatch = False

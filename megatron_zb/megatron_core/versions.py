@@ -1,7 +1,7 @@
 """Differences between the supported versions of Megatron; the only file that checks versions.
 
 :data:`SERIES` lists the supported ones; each difference is a function below. Importing this file
-imports no Megatron. The requirements on Transformer-Engine are here, too.
+imports no Megatron. The requirements on Transformer-Engine are also here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ SUPPORTED = f"{SERIES[0].text} to {NEWEST}"
 def warning_of(version: Sequence[int], what: str) -> str:
     """Return a warning if a (major, minor, ...) version is newer than all series, else nothing.
 
-    Whatever meets a version asks here: the launcher, the hooks, the adapter and the doctor.
+    Everything that depends on a version calls this module: the launcher, the hooks, the adapter and
+    the doctor.
 
     Args:
         what: what has the version, such as ``megatron-core``.
@@ -238,7 +239,7 @@ GRAPH_SETTINGS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
 
 
 def graphs_of(settings: Any) -> Graphs:
-    """Return the CUDA graphs that Megatron's config, or its arguments, ask for.
+    """Return the CUDA graphs that Megatron's config, or its arguments, request.
 
     In 0.16 whole iterations are a scope of local graphs, which 0.19 still accepts; older flags
     stand for two of the values.
@@ -352,7 +353,7 @@ def sums_of_lengths() -> list[tuple[ModuleType, str]]:
 
 
 def sum_lengths_on_cpu() -> None:
-    """Let those sums start on the CPU; Megatron asks for a GPU by its number."""
+    """Let those sums start on the CPU; Megatron requests a GPU by its number."""
     import torch
 
     for training, _ in sums_of_lengths():
@@ -360,5 +361,5 @@ def sum_lengths_on_cpu() -> None:
 
 
 def data_parallel_group(pg_collection: Any) -> Any:
-    """Return the group to count tokens over; 0.19 widens it where weights are sharded, too."""
+    """Return the group to count tokens over; 0.19 also widens it where weights are sharded."""
     return getattr(pg_collection, "dp_cp_gtp_remat", None) or pg_collection.dp_cp

@@ -62,7 +62,7 @@ def _backward(
     received: torch.Tensor | None = None,
     later: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Run B or BW; that of the first stage may read the gradient of later tokens, too."""
+    """Run B or BW; that of the first stage may also read the gradient of later tokens."""
     if later is not None:
         stage.handoff.later_gradients[microbatch] = later
     return run(stage, microbatch, received)
@@ -580,7 +580,7 @@ class FirstStage(_End):
 
 
 class TiedGradient:
-    """The embedding's part of the gradient of a weight that is the output layer's, too.
+    """The embedding's part of the gradient of a weight that the output layer shares.
 
     It is added when the last of so many ``passes`` has run, so that sums have the same order in
     every schedule.

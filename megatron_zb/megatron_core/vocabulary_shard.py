@@ -284,7 +284,7 @@ class _Scattering:
         return dist.get_global_rank(self._group, self._physical.logical(logical))
 
     def told(self, by: int, what: Any) -> Any:
-        """Return what a rank says, on all ranks."""
+        """Return a rank's message, on all ranks."""
         said = [what]
         dist.broadcast_object_list(said, src=self._source(by), group=self._group)
         return said[0]

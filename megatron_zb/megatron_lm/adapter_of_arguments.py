@@ -1,4 +1,4 @@
-"""The adapter that Megatron-LM's arguments ask for, and the model and the batch in them.
+"""The adapter that Megatron-LM's arguments request, and the model and the batch in them.
 
 A schedule is chosen before Megatron-LM validates its arguments, since what the schedule places is
 validated as well. So sizes that Megatron-LM derives from other arguments are derived here.
@@ -64,7 +64,7 @@ def adapter_of(
     steps_done: Callable[[], int] | None = None,
     series: tuple[int, int] | None = None,
 ) -> PipelineAdapter:
-    """Create the adapter that the parsed arguments ask for; they choose a schedule.
+    """Create the adapter that the parsed arguments request; they choose a schedule.
 
     Changes the arguments so that Megatron's own checks and its own placement of layers follow it.
 
@@ -105,7 +105,7 @@ def adapter_of(
 
 
 def asked_of(args: argparse.Namespace, series: tuple[int, int] | None = None) -> Asked:
-    """Return the run that the arguments ask for, as far as it is known without a search.
+    """Return the run that the arguments request, as far as it is known without a search.
 
     Raises:
         UsageError: there is no such schedule, no such file, or nothing to schedule.
@@ -142,7 +142,7 @@ def without_bulk_overlap(args: argparse.Namespace, adapter: PipelineAdapter) -> 
     """Leave out the overlap of B's communication with its own weight gradient, which W computes.
 
     Returns:
-        A line that says so, if the arguments asked for it.
+        A line that says so, if the arguments requested it.
     """
     asked = getattr(args, "tp_comm_overlap", False) and getattr(args, "tp_comm_bulk_wgrad", False)
     if not (asked and adapter.current.splits_backward):
@@ -158,7 +158,7 @@ def prepare_overlap(args: argparse.Namespace) -> list[str]:
     """Leave out Megatron's own delay of weight gradients, which the schedule places.
 
     Returns:
-        A line that says so, if the arguments asked for it, and one about an environment in which
+        A line that says so, if the arguments requested it, and one about an environment in which
         the expert all-to-all does not run beside anything.
     """
     lines = []
@@ -210,7 +210,7 @@ def _documents(args: argparse.Namespace) -> str:
 
 
 def _sizes(args: argparse.Namespace) -> JobSizes:
-    """Return model and batch that the arguments ask for.
+    """Return model and batch that the arguments request.
 
     Raises:
         UsageError: a size is missing or wrong.
@@ -321,7 +321,7 @@ def with_derived(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _chunks(args: argparse.Namespace) -> Chunks:
-    """Return the number of chunks per rank that the arguments ask for, and the flag that does.
+    """Return the number of chunks per rank that the arguments request, and the flag that does.
 
     Raises:
         UsageError: layers cannot be divided so.

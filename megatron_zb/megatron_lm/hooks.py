@@ -70,7 +70,7 @@ class StageData:
 
     @property
     def _on_every_stage(self) -> bool:
-        """Return whether inner stages need batches, too.
+        """Return whether inner stages also need batches.
 
         Megatron-LM leaves them without: their attention would go across documents, or they would
         read the ends of documents from nothing, and they could not count the batches of a whole
@@ -182,7 +182,7 @@ def _takes_stage(build: Any) -> bool:
 
 
 def read_for_stages(original: Any, *args: Any, **keywords: Any) -> Any:
-    """Run Megatron-LM's pretrain with a builder of datasets that takes the chunk's stage, too."""
+    """Run Megatron-LM's pretrain with a builder of datasets that also takes the chunk's stage."""
     given = signature(original).bind(*args, **keywords)
     datasets = given.arguments[_DATASETS]
     if not _takes_stage(datasets):
@@ -351,7 +351,7 @@ class ScheduledRun:
         self.adapter.create_graphs(helper, original)
 
     def finalize_model_grads(self, original: Any, *args: Any, **keywords: Any) -> Any:
-        """Add up the gradients of the tied embedding, too, which are on one rank in a V."""
+        """Also add up the gradients of the tied embedding, which are on one rank in a V."""
         return self.adapter.finalize_model_grads(*args, **keywords)
 
 
@@ -540,7 +540,7 @@ class _Hooks:
         return ScheduledRun(adapter, rendezvous, args)
 
     def _say_what_is_new(self, args: Any) -> None:
-        """Say which arguments no version that is known here has, if they are used."""
+        """Log the arguments in use that no supported version has."""
         for name, default in self._new.items():
             if getattr(args, name, default) != default:
                 _say(

@@ -78,7 +78,7 @@ def naming_chunk(vp_stage: int | None) -> Iterator[None]:
 
 @contextmanager
 def answering(place: dict[str, Any]) -> Iterator[None]:
-    """Answer for the chunk that is built what its builder asks of Megatron, having no ``vp_stage``.
+    """Answer a builder without ``vp_stage`` for the chunk that is being built.
 
     The one in ``pretrain_vlm.py`` asks which ends of the pipeline the chunk has.
     """
@@ -146,7 +146,7 @@ def check_pairs_of_model(chunk: Any) -> None:
     """Refuse models of which Megatron's plans would compute something else, or nothing at all.
 
     Raises:
-        UsageError: says which part of the model is in the way.
+        UsageError: names the part of the model that prevents it.
     """
     name = type(chunk).__name__
     if "GPTModel" not in (kind.__name__ for kind in type(chunk).__mro__):

@@ -313,7 +313,7 @@ class OffloadedActivations:
     def saving(self, microbatch: int) -> Iterator[None]:
         """Keep what autograd saves in a forward, by storage.
 
-        A storage that an earlier microbatch has saved, too, such as a table of rotary embeddings,
+        A storage that an earlier microbatch has also saved, such as a table of rotary embeddings,
         stays on the device: its owner keeps it there, so that offload would free nothing.
         """
         unit = _Unit()
@@ -409,7 +409,7 @@ Wait = Callable[[], None]
 class HostCopyEngines(Protocol):
     """The two copy engines of a device; each copies what it is given in turn.
 
-    ``piece`` is the number of bytes in which memory of the host is to be asked for, None for any.
+    ``piece`` is the number of bytes in which memory of the host is to be requested, None for any.
     """
 
     piece: int | None
@@ -453,7 +453,7 @@ class ThreadEngines:
 class StreamEngines:
     """Engines of a GPU: a stream for each direction. The host waits for nothing.
 
-    Pieces are of a power of two, to which torch rounds up whatever pinned memory it is asked for.
+    Pieces are of a power of two, to which torch rounds up any request for pinned memory.
     To pin a GiB takes some tenths of a second, once for each piece.
     """
 

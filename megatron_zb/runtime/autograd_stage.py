@@ -162,7 +162,7 @@ def _backward(edge: GradientEdge, gradient: torch.Tensor | None) -> None:
     """Run autograd backward from the edge of an output.
 
     ``torch.autograd.backward`` first looks at the gradient's shape in Python, in every pass. The
-    engine looks at it once more. Megatron calls the engine, too.
+    engine looks at it once more. Megatron also calls the engine.
     """
     if gradient is None:
         torch.autograd.backward(edge)  # makes the gradient of a loss

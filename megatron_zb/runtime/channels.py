@@ -41,7 +41,7 @@ class GroupOptions:
 
     ``nccl`` has attributes of ``ProcessGroupNCCL.Options`` and of its ``config`` by their names. A
     receive that waits for its message occupies its thread blocks, which then compute nothing, so
-    few are asked for; their kernels start ahead of others. Other backends ignore ``nccl``.
+    few are requested; their kernels start ahead of others. Other backends ignore ``nccl``.
     """
 
     nccl: Mapping[str, Any] = field(

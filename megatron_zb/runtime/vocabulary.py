@@ -2,7 +2,7 @@
 
 *Balancing Pipeline Parallelism with Vocabulary Parallelism* (arXiv 2411.05288) with one barrier:
 each shard scales its exponentials by its own maximum, and what is left to do when all parts are
-there is a weighted sum. Every token is a row. Messages are rows, too, of one type, in which
+there is a weighted sum. Every token is a row. Messages are also rows, of one type, in which
 integers and float32 numbers travel by their bits.
 """
 

@@ -104,7 +104,7 @@ def candidates(request: Request) -> list[Placement]:
     """Return the placements to look at, the most promising first.
 
     Raises:
-        UsageError: there are too few layers for any, or for the chunks that are asked for.
+        UsageError: there are too few layers for any, or for the chunks that are requested.
     """
     found = list(_placements(request))
     if not found:
@@ -113,7 +113,7 @@ def candidates(request: Request) -> list[Placement]:
 
 
 def candidates_with_vocabulary(request: Request) -> list[Placement]:
-    """Return placements of one and two chunks for vocabulary parallelism, or as asked for.
+    """Return placements of one and two chunks for vocabulary parallelism, or as requested.
 
     Raises:
         UsageError: as :func:`candidates`.

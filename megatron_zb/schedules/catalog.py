@@ -114,7 +114,7 @@ class Family:
 
     @property
     def chooses_placement(self) -> bool:
-        """Whether the costs decide on the placement, too."""
+        """Whether the costs also decide on the placement."""
         return self.placement is None
 
     @property
@@ -454,7 +454,7 @@ def possible_placements(
     """Return the placements that a schedule may have; several only where the costs decide.
 
     Raises:
-        UsageError: there are too few layers for any, or the chunks that are asked for are wrong.
+        UsageError: there are too few layers for any, or the chunks that are requested are wrong.
     """
     if chosen.placement is not None:
         return [chosen.placement(pipeline_size, chunks)]

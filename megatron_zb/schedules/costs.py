@@ -114,7 +114,7 @@ class Costs:
     pair of F and B takes a share ``pair_loss`` longer than it would if the two did not slow each
     other down: see :meth:`with_communication`.
 
-    ``recompute`` are the seconds per slice to make again what a forward has kept nothing of but the
+    ``recompute`` are the seconds per slice to recompute what a forward has kept nothing of but the
     input of its stage, which takes ``kept_input``, in the unit of ``activation``; empty if
     everything is kept: see :meth:`with_recomputation`. ``copy`` are the seconds per slice to copy
     what it holds to the host, or back; empty if nothing is offloaded: see :meth:`with_offload`.

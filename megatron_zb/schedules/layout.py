@@ -45,7 +45,7 @@ class Layers:
 
 
 def spread(layers: Layers, placement: Placement) -> Layout:
-    """Spread layers as evenly as they go: the layout where no other is asked for.
+    """Spread layers as evenly as they go: the layout where no other is requested.
 
     Where they do not divide, the ranks that hold the embedding and the output layer have less.
 

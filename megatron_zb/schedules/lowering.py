@@ -369,7 +369,7 @@ def _ends_of_messages(
 
 
 def _is_whole(at: Instruction, held: list[set[tuple[type, Channel, Message]]]) -> bool:
-    """Return whether the other end of a message is before the cut, too."""
+    """Return whether the other end of a message is also before the cut."""
     if isinstance(at, Send):
         return (PostReceive, *at) in held[at.channel.target]
     if isinstance(at, PostReceive):

@@ -202,7 +202,7 @@ class Request:
 
     ``auto`` leaves out placements whose stages ``num_layers`` layers cannot be spread over evenly
     (with fewer than one layer to a stage, if they divide nowhere), and all but ``placement`` if
-    that is given. ``back_to_back`` asks for a short :attr:`Timeline.period`, not a short makespan;
+    that is given. ``back_to_back`` requests a short :attr:`Timeline.period`, not a short makespan;
     ``quick`` lets ``auto`` search briefly, where many settings are compared.
     """
 
@@ -222,7 +222,7 @@ class Request:
         return timeline.seconds(back_to_back=self.back_to_back)
 
     def limits(self, placement: Placement, peak_microbatches: float) -> tuple[float, ...]:
-        """Return each rank's limit: memory of ``peak_microbatches``, or less if asked for.
+        """Return each rank's limit: memory of ``peak_microbatches``, or less if requested.
 
         Unequal microbatches count as the mean of the p consecutive ones that hold the most, so that
         a family keeps the share of 1F1B's memory that it has for equal ones.

@@ -67,7 +67,7 @@ class Schedule:
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
-        """Units (stage and microbatch) whose F keeps its input alone: those that have an R."""
+        """Units (stage and microbatch) whose F keeps only its input: those that have an R."""
         return self._units_with(PassKind.R)
 
     @cached_property

@@ -24,7 +24,7 @@ class Timeline:
     holds 1/chunks of one until its W or BW ends, or its R instead where it has one; every T one
     until its S ends); ``peak_memory[r]`` is in the unit of ``costs.activation`` and lets B free its
     share. ``copies[r]`` are those of the rank's offloaded units, in the order in which they were
-    asked for; empty if there are none. ``peak_host[r]`` is what the host holds of them, in the same
+    requested; empty if there are none. ``peak_host[r]`` is what the host holds of them, in the same
     unit.
     """
 

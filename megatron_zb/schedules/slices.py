@@ -355,7 +355,7 @@ class SlicedRules(TrainingRules):
     def by_kind(self) -> dict[PassKind, Kind]:
         """Entries of the table; a joined W frees what all slices have left for it.
 
-        The last stage may recompute or offload slices, too: B of a microbatch's first slice follows
+        The last stage may also recompute or offload slices: B of a microbatch's first slice follows
         that of its last one, not F.
         """
         kinds = {it.kind: it for it in (*self.whole.kinds, *self.more)}

@@ -54,7 +54,7 @@ class StageCosts:
     are empty where there is none.
 
     ``recompute`` are the seconds of R, and ``kept_input[s]`` is the memory that an F holds whose R
-    makes its activation again; ``copy`` are the seconds in which an activation is copied to the
+    recomputes its activation; ``copy`` are the seconds in which an activation is copied to the
     host, or from it, with both at once if ``full_duplex``, and ``host_limit`` is the memory of the
     host for each rank. The tuples are empty where nothing is recomputed or offloaded.
     """

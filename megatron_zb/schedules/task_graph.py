@@ -3,7 +3,7 @@
 A node is a pass, numbered ``row * units + unit``: a *row* is a kind of pass on one stage, a *unit*
 the microbatch (or step) that it works on. Nearly all edges join rows at the same unit, so a graph
 takes as much memory for one microbatch as for thousands. The rows follow from the table of kinds;
-nothing here knows a kind by name. Copies of activations between a rank's device and its host take
+no code here names a kind. Copies of activations between a rank's device and its host take
 their time on engines of their own.
 """
 

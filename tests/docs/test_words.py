@@ -37,6 +37,10 @@ AVOIDED_NAMES = {
     r"cuts_vocabulary|Cut(?:Output|Embedding|Vocabulary)": "vocabulary parallel",
     r"overlaps_exchange|with_exchange": "all-to-all",
     r"is_joined|joined_flags": "paired",
+    r"(?:with|has|search|paired|sliced)_states|State(?:Runner|Search)|state_search": "recompute",
+    r"(?:if|least_if|with_none)_(?:dropped|moved)|(?:place|polish)_moves": "recompute, offload",
+    r"MovedActivations|DroppedActivations": "OffloadedActivations, recomputed",
+    r"(?:is|why_not|try|without)_cut|cuts_embedding|Cutting": "sharded",
     r"told_\w+|\w+_told|said_of_\w+": "a verb that is what the function does",
     r"class (?:Take|Broken|Desk|Meeting|Concerned|Served)": "receive, violation, rendezvous, scope",
 }

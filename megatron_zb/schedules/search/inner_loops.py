@@ -87,7 +87,7 @@ class Moves(NamedTuple):
     """Settings of a local search.
 
     ``threshold`` is the first loss accepted, in seconds. What may not be lost is the makespan plus
-    ``mean_weight`` times the mean end of all passes: this tells apart the many orders of one
+    ``mean_weight`` times the mean end of all passes: this distinguishes the many orders of one
     makespan.
     """
 
@@ -1092,7 +1092,7 @@ def choose(
 
 
 def hand_on(gaps: Gaps, space: GapSpace, events: Any, code: int, rank: int, end: float) -> None:
-    """Make the output of a pass known to the passes that read it, and wake their ranks."""
+    """Publish the output of a pass to the passes that read it, and wake their ranks."""
     m, stages, ranks = gaps.num_microbatches, gaps.stages, len(gaps.num_leads)
     counts, ready, width = space.counts, space.ready, len(gaps.leads) // ranks
     losses, outputs = 3 * stages * m, (3 * stages + 1) * m

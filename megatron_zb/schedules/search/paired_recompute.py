@@ -2,7 +2,7 @@
 
 A pair hides communication only if both of its passes are ready, so units wait longer and hold more;
 below 1F1B's memory there is room for few. A recomputed unit waits for little. Its R runs right
-before its B, or before the pair that B is in: R communicates, too, with nothing to hide it.
+before its B, or before the pair that B is in: R also communicates, with nothing to hide it.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from megatron_zb.schedules.stage_costs import StageCosts
 def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
     """Join every B and the W right behind it to BW, if no pass of any rank starts later for it.
 
-    A BW lets the previous stage wait until W has ended, too. Where that stage starts its B later
+    A BW also lets the previous stage wait until W has ended. Where that stage starts its B later
     still, and the whole backward takes no longer than its halves, nothing is late; all of them can
     be fused at once. A B that runs as one with an F stays as it is.
     """

@@ -68,7 +68,7 @@ def search_placement(
     """Return the fastest order found in which no rank holds more than ``peak_microbatches``.
 
     ``known`` schedules of the same placement take part if they keep the limit. A ``thorough``
-    search of a small problem looks below the limit, too: see :func:`_or_below`. ``restarting``
+    search of a small problem also looks below the limit: see :func:`_or_below`. ``restarting``
     seconds more, estimated like the others, go into restarts where the result is far from the lower
     bound. ``most`` is the largest effort, enough for a small problem in less time.
 

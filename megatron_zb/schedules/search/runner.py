@@ -279,7 +279,7 @@ class Runner:
         return self._quotas_of[key]
 
     def _kept_rank_bias(self, rank_bias: tuple[float, ...]) -> Any:
-        """Return the scores of single ranks as an array, which most neighbours share, too."""
+        """Return the scores of single ranks as an array, which most neighbours share."""
         if rank_bias not in self._rank_bias_of:
             self._rank_bias_of[rank_bias] = self.engine.floats(
                 [x * self.mean_pass for x in rank_bias]
