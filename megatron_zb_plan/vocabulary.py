@@ -63,11 +63,11 @@ def can_be_shared(model: ModelConfig, strategy: Strategy) -> bool:
 
 def more_connections(placement: Placement, rank: int) -> int:
     """Return the ranks that send to a rank only for the shards, not for its stages."""
-    usual = {frozenset(link) for link in placement.links}
+    usual = {frozenset(pair) for pair in placement.peers}
     ends = (placement.rank_of[0], placement.rank_of[-1])
     others = range(placement.pipeline_size)
-    links = {frozenset((r, end)) for r in others for end in ends if r != end}
-    return sum(rank in link for link in links - usual)
+    pairs = {frozenset((r, end)) for r in others for end in ends if r != end}
+    return sum(rank in pair for pair in pairs - usual)
 
 
 @dataclass(frozen=True)

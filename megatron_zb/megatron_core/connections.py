@@ -73,7 +73,7 @@ class ChannelsPart(StepPart):
             step.physical.pipeline_ranks(step.pg_collection.pp),
             placement,
             where,
-            more_links=step.program.schedule.rules.more_links(placement),
+            more_peers=step.program.schedule.rules.more_peers(placement),
             backend=backend,
             options=self._options,
         )

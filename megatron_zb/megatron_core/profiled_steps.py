@@ -175,7 +175,7 @@ class ProfilePart(StepPart):
             return
         channels, placement = step.channels, step.physical.placement
         assert channels is not None, "a step has run"
-        more = step.program.schedule.rules.more_links(placement)
+        more = step.program.schedule.rules.more_peers(placement)
         links = link_times(channels, placement, step.logical, lambda: step.empty().zero_(), more)
         ahead = clock_ahead(channels, placement, step.logical, device())
         host = None if self._host is None else self._host()

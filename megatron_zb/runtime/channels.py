@@ -125,13 +125,13 @@ class Header(NamedTuple):
     message: Message
 
 
-def channels_of(placement: Placement, more_links: Iterable[tuple[int, int]] = ()) -> list[Channel]:
+def channels_of(placement: Placement, more_peers: Iterable[tuple[int, int]] = ()) -> list[Channel]:
     """List every channel that a placement needs, in the one order that all ranks agree on.
 
-    ``more_links`` are pairs of ranks beside those of the placement.
+    ``more_peers`` are pairs of ranks beside those of the placement.
     """
-    links = {*placement.links, *more_links}
-    return sorted({c for a, b in links for c in (Channel(a, b), Channel(b, a))})
+    pairs = {*placement.peers, *more_peers}
+    return sorted({c for a, b in pairs for c in (Channel(a, b), Channel(b, a))})
 
 
 class Channels:
@@ -142,9 +142,9 @@ class Channels:
     first message and would hold up the host in the middle of a step.
 
     Args:
-        more_links: pairs of ranks that messages travel between beside those of the placement.
+        more_peers: pairs of ranks that messages travel between beside those of the placement.
         backend: of the groups; None for that of the job.
-        options: how the groups are made; those of ``more_links`` with one thread block each.
+        options: how the groups are made; those of ``more_peers`` with one thread block each.
     """
 
     waits_to_receive = False
@@ -155,7 +155,7 @@ class Channels:
         placement: Placement,
         device: torch.device | str | int,
         *,
-        more_links: Iterable[tuple[int, int]] = (),
+        more_peers: Iterable[tuple[int, int]] = (),
         backend: str | None = None,
         options: GroupOptions | None = None,
     ) -> None:
@@ -163,12 +163,12 @@ class Channels:
         me = self._ranks.index(dist.get_rank())
         options = options or GroupOptions()
         usual = channels_of(placement)
-        more = [c for c in channels_of(placement, more_links) if c not in usual]
-        self._links: dict[Channel, tuple[dist.ProcessGroup, int]] = {}
+        more = [c for c in channels_of(placement, more_peers) if c not in usual]
+        self._groups: dict[Channel, tuple[dist.ProcessGroup, int]] = {}
         for channels, how in ((usual, options), (more, options.with_one_block())):
             self._link([channel for channel in channels if me in channel], backend, how)
         self._prepare(torch.empty(0, device=device).device)
-        self._connect(sorted(self._links), me, device)
+        self._connect(sorted(self._groups), me, device)
 
     def _link(
         self, channels: Sequence[Channel], backend: str | None, options: GroupOptions
@@ -178,7 +178,7 @@ class Channels:
         for channel, pair, group in zip(
             channels, pairs, new_groups(pairs, backend, options), strict=True
         ):
-            self._links[channel] = group, int(max(pair) != rank)
+            self._groups[channel] = group, int(max(pair) != rank)
 
     def _prepare(self, device: torch.device) -> None:
         """Initialise the state, with no message under way."""
@@ -203,11 +203,11 @@ class Channels:
     # Straight to the group: what dist.isend does besides takes the host longer than the call.
 
     def _isend(self, channel: Channel, tensor: torch.Tensor) -> dist.Work:
-        group, peer = self._links[channel]
+        group, peer = self._groups[channel]
         return group.send([tensor], peer, 0)
 
     def _irecv(self, channel: Channel, buffer: torch.Tensor) -> dist.Work:
-        group, peer = self._links[channel]
+        group, peer = self._groups[channel]
         return group.recv([buffer], peer, 0)
 
     @contextmanager
@@ -301,7 +301,7 @@ class Channels:
 
     def close(self) -> None:
         """Destroy the groups; collective over the pipeline."""
-        for group, _ in self._links.values():
+        for group, _ in self._groups.values():
             dist.destroy_process_group(group)
 
     def finish(self) -> None:

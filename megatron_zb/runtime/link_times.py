@@ -24,7 +24,7 @@ def link_times(
     placement: Placement,
     rank: int,
     allocate: Callable[[], torch.Tensor],
-    more_links: Iterable[tuple[int, int]] = (),
+    more_peers: Iterable[tuple[int, int]] = (),
 ) -> dict[Channel, float]:
     """Measure the seconds of one message on the channels to higher ranks and back; collective.
 
@@ -34,10 +34,10 @@ def link_times(
     Args:
         rank: this logical rank.
         allocate: gives a tensor such as the passes exchange.
-        more_links: pairs of ranks beside those of the placement, as the channels have them.
+        more_peers: pairs of ranks beside those of the placement, as the channels have them.
     """
     found: dict[Channel, float] = {}
-    for channel in channels_of(placement, more_links):
+    for channel in channels_of(placement, more_peers):
         if channel.source < channel.target and rank in channel:
             begins = rank == channel.source
             seconds, _ = _fastest_round(channels, channel, begins, allocate)

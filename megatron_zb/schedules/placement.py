@@ -41,7 +41,7 @@ class Placement:
         return self.rank_of[stage]
 
     @property
-    def links(self) -> set[tuple[int, int]]:
+    def peers(self) -> set[tuple[int, int]]:
         """Pairs of ranks that messages travel between, in either direction."""
         return {(a, b) for a, b in pairwise(self.rank_of) if a != b}
 
@@ -87,7 +87,7 @@ class GroupPlacement(Placement):
         return group[microbatch % len(group)]
 
     @property
-    def links(self) -> set[tuple[int, int]]:
+    def peers(self) -> set[tuple[int, int]]:
         """Relays between neighbouring stages, and from every rank to those of the first stage."""
         relays = {
             (a[j % len(a)], b[j % len(b)])

@@ -112,9 +112,9 @@ class Rules:
         """Return the message that carries an output to nodes of :meth:`more_inputs`."""
         return None
 
-    def more_links(self, placement: Placement) -> set[tuple[int, int]]:
+    def more_peers(self, placement: Placement) -> set[tuple[int, int]]:
         """Return pairs of ranks that messages travel between beside those of the placement."""
-        usual = {tuple(sorted(pair)) for pair in placement.links}
+        usual = {tuple(sorted(pair)) for pair in placement.peers}
         return TaskGraph.of(self, placement, 1).pairs_of_ranks() - usual
 
     def memory_change(self, p: Pass, costs: StageCosts, *, recomputed: bool = False) -> float:

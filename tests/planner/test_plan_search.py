@@ -75,7 +75,7 @@ def test_a_row_in_json_has_all_that_was_chosen_and_predicted() -> None:
     assert {frozenset(row) for row in rows} == {
         frozenset(
             "schedule runs chunks tensor pipeline data context expert expert_tensor precision "
-            "microbatch num_microbatches recompute layout vocabulary vocabulary_parallel_gain "
+            "microbatch num_microbatches recompute layout vocabulary gain_of_cut "
             "overlaps_all_to_all recomputed offloaded host_bytes seconds tokens_per_second_per_gpu "
             "mfu bubble waiting_kernels exposed_tensor_parallel memory flags reason".split()
         )

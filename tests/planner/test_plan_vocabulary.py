@@ -224,7 +224,7 @@ def test_models_that_cannot_be_sharded_are_named_with_the_reason() -> None:
 def test_a_plan_that_is_to_shard_what_cannot_be_sharded_is_refused() -> None:
     again = small(**HYBRID, vocabulary=LARGE)
     with pytest.raises(
-        UsageError, match="of small cannot be sharded, because it is a hybrid model"
+        UsageError, match="small cannot shard its output layer, because it is a hybrid model"
     ):
         plan(["v-half"], model=again, vocabulary="on")
     said = vocabulary(plan(["zb-h1"], model=again))
@@ -379,11 +379,11 @@ def test_the_command_tells_what_sharding_brings(
         without = capsys.readouterr().out
     rows = {row["schedule"]: row for row in found["ranked"]}
     assert rows["v-half"]["vocabulary"] == "on"
-    assert rows["v-half"]["vocabulary_parallel_gain"] > 0.5
+    assert rows["v-half"]["gain_of_cut"] > 0.5
     assert rows["Megatron 1F1B"]["vocabulary"] == "off"
-    assert rows["Megatron 1F1B"]["vocabulary_parallel_gain"] is None
+    assert rows["Megatron 1F1B"]["gain_of_cut"] is None
     assert found["vocabulary"].startswith("v-half with vocabulary parallelism")
-    assert f"{rows['v-half']['vocabulary_parallel_gain']:+.1%}" in printed
+    assert f"{rows['v-half']['gain_of_cut']:+.1%}" in printed
     assert "--pipeline-vocabulary on" in printed
     assert "--vocabulary off" in without and "--pipeline-vocabulary" not in without
 

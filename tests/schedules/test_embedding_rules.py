@@ -67,8 +67,8 @@ def test_messages_go_where_they_are_read() -> None:
     assert sent(E, 7, 3) == (Message(False, 4 + 1 + 3, 1), (0,))  # rows of rank 3
     assert sent(O, 5, 1) == (Message(True, 4 + 1 + 1, 1), (3,))  # a part of the loss
     assert sent(V, 5, 1) == (None, ())
-    links = rules.more_links(placement)
-    assert links == {(0, 3), (1, 3)}, "0 and 1, which are neighbours, have a link already"
+    peers = rules.more_peers(placement)
+    assert peers == {(0, 3), (1, 3)}, "0 and 1, which are neighbours, have a link already"
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def _checked(function: Any, name: str) -> Callable[..., Any]:
 
 
 def _key(channels: Channels, channel: Channel) -> str:
-    group: Any = channels._links[channel][0]
+    group: Any = channels._groups[channel][0]
     return f"{group.group_name}-{channel.source}-{channel.target}"
 
 

@@ -239,14 +239,14 @@ def _run_channels_as_on_a_gpu() -> None:
                 return isend(self, channel, tensor)
         with DEVICE.order.quiet():  # gloo's own memory: a fake kernel has the tensor for as long
             real = isend(self, channel, tensor.detach().clone())
-        return Message(self._links[channel][0], tensor, True, real)
+        return Message(self._groups[channel][0], tensor, True, real)
 
     def receive(self: Any, channel: Any, buffer: torch.Tensor) -> Any:
         with DEVICE.order.quiet():
             real = irecv(self, channel, buffer)
             if DEVICE.is_on_host(buffer):
                 return real
-        return Message(self._links[channel][0], buffer, False, real)
+        return Message(self._groups[channel][0], buffer, False, real)
 
     channels._prepare, channels._isend, channels._irecv = on_gpu, send, receive
 
