@@ -80,7 +80,7 @@ class SleepingCopies:
 class SyntheticStage:
     """A stage that sleeps for the seconds of F, B, W, BW and R and sends messages without content.
 
-    What costs say of the exchange between experts is slept in a thread of its own; of microbatches
+    The expert all-to-all of the costs sleeps in a separate thread; of microbatches
     in ``offloaded``, ``copies`` sleep for the copies to the host and back.
     """
 
@@ -129,21 +129,21 @@ class SyntheticStage:
         if copies is not None and kind in (PassKind.B, PassKind.BW):
             copies.end(self._stage, microbatch, to_host=False)
         self.compute(kind, microbatch)
-        if self._exchange_seconds(kind, microbatch):
-            self.exchange(kind, microbatch).result()
+        if self._all_to_all_seconds(kind, microbatch):
+            self.all_to_all(kind, microbatch).result()
         if copies is not None and kind is PassKind.F:
             copies.begin(self._stage, microbatch, to_host=True)
 
     def compute(self, kind: PassKind, microbatch: int, share: float = 1.0) -> None:
-        """Sleep for a share of what a pass takes without its exchange."""
+        """Sleep for a share of what a pass takes without its all-to-all."""
         seconds = self._costs.duration(Pass(kind, self._stage, microbatch))
-        time.sleep(share * (seconds - self._exchange_seconds(kind, microbatch)))
+        time.sleep(share * (seconds - self._all_to_all_seconds(kind, microbatch)))
 
-    def exchange(self, kind: PassKind, microbatch: int, share: float = 1.0) -> Future[None]:
-        """Begin a share of a pass's exchange."""
-        return self._network.submit(time.sleep, share * self._exchange_seconds(kind, microbatch))
+    def all_to_all(self, kind: PassKind, microbatch: int, share: float = 1.0) -> Future[None]:
+        """Begin a share of a pass's all-to-all."""
+        return self._network.submit(time.sleep, share * self._all_to_all_seconds(kind, microbatch))
 
-    def _exchange_seconds(self, kind: PassKind, microbatch: int) -> float:
+    def _all_to_all_seconds(self, kind: PassKind, microbatch: int) -> float:
         costs = self._costs.of(microbatch)
         by_kind = {PassKind.F: costs.forward_comm, PassKind.W: (), PassKind.R: ()}
         seconds = by_kind.get(kind, costs.backward_comm)
@@ -154,16 +154,16 @@ class SyntheticStage:
 
 
 def run_together(forward: Side, backward: Side) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Run a pair of stages that sleep: while one side computes, the other one exchanges.
+    """Run a pair of stages that sleep: while one side computes, the other has its all-to-all.
 
-    F computes (attention), exchanges (dispatch), computes (experts) and exchanges (combine), the
+    F computes (attention), sends (dispatch), computes (experts) and receives (combine), the
     backward the other way round; each part is half of its side and waits for the one before it.
     """
     for _ in range(2):
-        gradients = backward.stage.exchange(backward.kind, backward.microbatch, 0.5)
+        gradients = backward.stage.all_to_all(backward.kind, backward.microbatch, 0.5)
         forward.stage.compute(forward.kind, forward.microbatch, 0.5)
         gradients.result()
-        tokens = forward.stage.exchange(forward.kind, forward.microbatch, 0.5)
+        tokens = forward.stage.all_to_all(forward.kind, forward.microbatch, 0.5)
         backward.stage.compute(backward.kind, backward.microbatch, 0.5)
         tokens.result()
     return forward.stage.output(forward.kind), backward.stage.output(backward.kind)

@@ -110,12 +110,12 @@ class Costs:
     a vocabulary-parallel output layer, and no part of the slices then.
 
     ``forward_comm`` and ``backward_comm`` are seconds per slice in which F, and B or BW, only
-    exchange tokens between experts, beside those in which they compute; empty if there are none. A
+    run the expert all-to-all, beside those in which they compute; empty if there are none. A
     pair of F and B takes a share ``pair_loss`` longer than it would if the two did not slow each
     other down: see :meth:`with_communication`.
 
-    ``recompute`` are the seconds per slice to recompute what a forward has kept nothing of but the
-    input of its stage, which takes ``kept_input``, in the unit of ``activation``; empty if
+    ``recompute`` are the seconds per slice to recompute a forward that has kept only the input of
+    its stage, which takes ``kept_input``, in the unit of ``activation``; empty if
     everything is kept: see :meth:`with_recomputation`. ``copy`` are the seconds per slice to copy
     what it holds to the host, or back; empty if nothing is offloaded: see :meth:`with_offload`.
     """

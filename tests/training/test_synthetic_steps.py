@@ -1,4 +1,4 @@
-"""Stages that sleep: a pair sleeps for what its two sides compute and, beside it, exchange."""
+"""Stages that sleep: a pair sleeps for what its two sides compute and, beside it, all_to_all."""
 
 from __future__ import annotations
 

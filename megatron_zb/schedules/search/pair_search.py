@@ -155,7 +155,7 @@ class PairRunner(Runner):
     def schedule(self, name: str, coded: Coded) -> Schedule:
         """Decode a schedule."""
         problem, m = self.problem, self.problem.num_microbatches
-        pairs = joined_passes(coded[1], m)
+        pairs = paired_passes(coded[1], m)
         return Schedule(name, problem.placement, m, self.passes(coded), pairs=pairs)
 
 
@@ -167,7 +167,7 @@ def paired_flags(schedule: Schedule, units: int) -> list[int]:
     return paired
 
 
-def joined_passes(flags: Any, num_microbatches: int) -> frozenset[Pass]:
+def paired_passes(flags: Any, num_microbatches: int) -> frozenset[Pass]:
     """Return the F that such flags pair."""
     units = (unit for unit, flag in enumerate(flags) if flag % 2)
     return frozenset(Pass(PassKind.F, *divmod(unit, num_microbatches)) for unit in units)

@@ -15,9 +15,9 @@ from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.pair_search import (
     PairRunner,
     climb_pairs,
-    joined_passes,
     pair_costs_of,
     paired_flags,
+    paired_passes,
 )
 from megatron_zb.schedules.search.recompute_search import RecomputeRunner, mixed_problems
 from megatron_zb.schedules.search.runner import Coded, Effort, Problem
@@ -88,7 +88,7 @@ class _PairedRecomputeRunner(RecomputeRunner):
         """Decode a schedule."""
         order, flags = coded
         problem, m = self.problem, self.problem.num_microbatches
-        pairs = joined_passes(flags, m)
+        pairs = paired_passes(flags, m)
         recomputed = {divmod(unit, m) for unit, flag in enumerate(flags) if flag >= 2}
         ranks = self.passes((order, [0] * self.block))
         with_r = tuple(tuple(_with_r(passes, pairs, recomputed)) for passes in ranks)
