@@ -305,7 +305,7 @@ class Pipeline:
 
 
 def _asks_for_embedding(module: str) -> bool:
-    """Return whether a module needs the first stage to have the embedding's rank.
+    """Return whether a module lets the first stage find the rank of the embedding.
 
     Megatron core's own also ask it for the neighbours of a rank.
     """

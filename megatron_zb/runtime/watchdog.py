@@ -155,7 +155,7 @@ class Inquiry:
         return bool(self._call(self._store.check, ["verdict"]))
 
     def told(self, verdict: Conclusion, seconds: float) -> None:
-        """Report this rank, and wait for the others, which its end would also end."""
+        """Mark this rank as reported, and wait for the others, which its end would end."""
         self._call(self._store.set, f"told/{self._rank}", "")
         keys = [f"told/{rank}" for rank in verdict.ranks]
         deadline = time.monotonic() + seconds
