@@ -19,9 +19,9 @@ from small_relay import distilled_on_ranks
 from state_cases import PARALLEL, SMALL_GPTS
 from validated_training import Training, train
 
-RECOMPUTED: dict[str, Any] = {"drop": 0.6}
-OFFLOADED: dict[str, Any] = {"move": 0.6}
-BOTH: dict[str, Any] = {"drop": 0.3, "move": 0.4}
+RECOMPUTED: dict[str, Any] = {"recompute": 0.6}
+OFFLOADED: dict[str, Any] = {"offload": 0.6}
+BOTH: dict[str, Any] = {"recompute": 0.3, "offload": 0.4}
 VOCABULARY = GPTCase(vocabulary=True)
 SLICES = GPTCase(slices="4")
 PAIRED = replace(PARALLEL["expert"], all_to_all_overlaps=True)
