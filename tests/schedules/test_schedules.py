@@ -308,6 +308,13 @@ def test_one_f_one_b_is_the_textbook_one() -> None:
     assert timeline.peak_activation == (4, 3, 2, 1)
 
 
+@pytest.mark.parametrize("name", schedules.names())
+def test_a_family_splits_its_backward_where_its_schedules_have_a_w(name: str) -> None:
+    schedule = schedules.build(name, pipeline_size=4, num_microbatches=8)
+    kinds = {p.kind for passes in schedule.ranks for p in passes}
+    assert family(name).splits_backward is (PassKind.W in kinds)
+
+
 def test_schedules_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['megatron'] = None\n"
