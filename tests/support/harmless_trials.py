@@ -68,8 +68,8 @@ def without(words: list[str], flags: str) -> list[str]:
 _ROPE = "--position-embedding-type rope"
 _EXPERTS = f"--num-experts 4 --moe-router-topk 2 {_ROPE} --disable-bias-linear"
 _LATENT = (
-    f"--multi-latent-attention {_ROPE} --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
-    "--kv-channels 16 --normalization RMSNorm"
+    f"--multi-latent-attention {_ROPE} --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 24 "
+    "--kv-channels 24 --normalization RMSNorm --spec latent_layers layer"
 )
 _SAVE = "--save {folder} --save-interval 2"
 _SAMPLES = "--train-iters --lr-decay-iters"
@@ -309,7 +309,7 @@ _LAYERS = (
         _LATENT,
         own_start=True,
     ),
-    Trial("--qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16", _LATENT, own_start=True),
+    Trial("--qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 24", _LATENT, own_start=True),
     Trial("--disable-jit-fuser --no-masked-softmax-fusion --no-bias-gelu-fusion"),
     Trial("--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion"),
     Trial("--no-persist-layer-norm"),
