@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,8 +22,8 @@ from sizes import every_value
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter, ScheduleSettings
-from megatron_zb.megatron_core.sliced_documents import starts_of
-from megatron_zb.megatron_core.slices import SlicedReading
+from megatron_zb.megatron_core.sliced_documents import Cut, starts_of
+from megatron_zb.megatron_core.slices import SlicedReading, TokenCounts
 from megatron_zb.megatron_core.stages import OffloadPart
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.schedules import Schedule
@@ -207,6 +208,19 @@ def test_packed_samples_are_looked_at_and_then_cut() -> None:
     assert [one.keys() for one in cut] == [{"tokens"}] * 4
     assert torch.cat([one["tokens"] for one in cut], dim=1).tolist() == [[*range(8), *range(1, 9)]]
     assert not SlicedReading(iter([{"tokens": tokens}]), (0, 8)).finds_ends()
+
+
+def test_slices_of_data_without_a_loss_mask_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{TokenCounts.__module__}.device", lambda: torch.device("cpu"))
+    step: Any = SimpleNamespace(pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)))
+    sample = {"tokens": torch.arange(8)[None], "loss_mask": torch.tensor([[1.0] * 3 + [0.0] * 5])}
+    reading = SlicedReading(iter([sample, {"tokens": sample["tokens"]}]), (0, 4, 8))
+    for _ in range(3):  # two of the first microbatch, one of the next
+        next(reading)
+    counts = TokenCounts(reading, Cut((0, 4, 8)), step)
+    assert [int(count) for count in counts.of(0)] == [3, 3, 3]
+    with pytest.raises(UsageError, match="tokens in loss_mask, which the data does not have: add"):
+        counts.of(2)
 
 
 def test_samples_of_a_blend_are_cut() -> None:

@@ -162,6 +162,10 @@ def test_a_mamba_layer_splits_only_its_two_products() -> None:
     assert held.for_weight == 1024 * 2 * (2 * 1024 + projected + inner)
     assert held.activation == held.for_weight + 1024 * 2 * inner  # and what the scan gave
     scan = 2 * 128 * (32 + inner) + 4 * inner * 16
+    device = a100()
+    twice = device.attention.model_copy(update={"peak": 2 * device.attention.peak})
+    faster = load(model, device.model_copy(update={"attention": twice})).layer(0)
+    assert work.forward - faster.forward == pytest.approx(1024 * scan / twice.reached)
     flops = model_flops(model, 10, 1024) - model_flops(hybrid("-"), 10, 1024)
     assert flops == pytest.approx(
         3 * 10 * (2 * weights + scan - 2 * weights_of(hybrid("-"), [0])[0])

@@ -22,12 +22,13 @@ from megatron_zb.megatron_core.current_schedule import CurrentSchedule, JobSizes
 from megatron_zb.schedules import Costs, InvalidSchedule, Pass, PassKind, Schedule, lower, simulate
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.lowering import WaitReceive
-from megatron_zb.schedules.placement import v_shape
+from megatron_zb.schedules.placement import looped, v_shape
 from megatron_zb.schedules.request import LimitTooSmall
 from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.kernels import Plain
 from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
 from megatron_zb.schedules.search.runner import Problem, Runner
+from megatron_zb.schedules.sliced_families import sliced_bound
 from megatron_zb.schedules.slices import Slicing, least_tokens, slicing_of
 
 F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
@@ -429,6 +430,14 @@ def test_searches_find_the_optimum_of_a_small_problem(m: int, held: int) -> None
     report = schedule.report
     assert report is not None
     assert report.lower_bound <= optimum == pytest.approx(report.makespan)
+
+
+def test_the_bound_counts_the_messages_before_a_rank_has_work() -> None:
+    """With all memory, a rank waits only for its first slice: here one F of 4 and half a message."""
+    costs = Costs.uniform(pipeline_size=2, forward=8.0, backward=8.0, weight=8.0, p2p=0.25)
+    of_slices = Slicing.equal(2, joins_weight=False).costs(costs, 8).for_placement(looped(2))
+    found = sliced_bound(looped(2), of_slices, (100.0, 100.0), 2, joined=False)
+    assert found == pytest.approx(4.0 + 0.25 / 2 + 8 * 3 * 8.0)
 
 
 # --- words, pictures, the command line
