@@ -434,6 +434,8 @@ def test_settings_say_what_is_wrong_with_them() -> None:
         with pytest.raises(UsageError) as found:
             Settings(**{"num_microbatches": 4, **given})
         assert str(found.value).startswith(expected)
+    never = Settings(num_microbatches=4, pipeline_schedule="v-zb")
+    assert never.pipeline_timeout == 0, "a trainer may pause for as long as it likes"
     for limit in (0.5, "0.5", "40GiB", Limit(0.5)):
         settings = Settings(
             num_microbatches=4, pipeline_schedule="auto", pipeline_memory_limit=limit

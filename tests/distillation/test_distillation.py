@@ -33,6 +33,7 @@ from texts import prepared
 
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
+from megatron_zb_distill.lanes import Lanes
 from megatron_zb_distill.place import parse_distribution
 from megatron_zb_distill.student import StudentConfig, TeacherShape, library
 from megatron_zb_distill.student_block import cosine, mse, normalised_mse
@@ -490,6 +491,14 @@ def test_the_students_that_come_with_it_fit(path: Path) -> None:
 def test_a_distribution_that_does_not_fit_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         parse_distribution(text, 4, 2)
+
+
+def test_an_example_of_a_distribution_fits_places_of_several_ranks() -> None:
+    lanes = Lanes(tensor=4)
+    for world_size, example in ((None, "0-1:1,2-3:1"), (12, "0-1:1,2-3:2")):
+        with pytest.raises(UsageError, match=f"here, for example, {example}$"):
+            parse_distribution("blocks", 4, world_size, lanes=lanes)
+        parse_distribution(example, 4, world_size, lanes=lanes)
 
 
 class _Calls:

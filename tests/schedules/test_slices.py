@@ -433,7 +433,7 @@ def test_searches_find_the_optimum_of_a_small_problem(m: int, held: int) -> None
 
 
 def test_the_bound_counts_the_messages_before_a_rank_has_work() -> None:
-    """With all memory, a rank waits only for its first slice: here one F of 4 and half a message."""
+    """With all memory, a rank waits only for its first slice: an F of 4 and half a message."""
     costs = Costs.uniform(pipeline_size=2, forward=8.0, backward=8.0, weight=8.0, p2p=0.25)
     of_slices = Slicing.equal(2, joins_weight=False).costs(costs, 8).for_placement(looped(2))
     found = sliced_bound(looped(2), of_slices, (100.0, 100.0), 2, joined=False)
