@@ -39,7 +39,7 @@ def drawn(path: Path) -> set[str]:
         (MOVED, set(), 8, "a copy to the host of a microbatch on a rank"),
         (CUT, {"O", "P", "V"}, 0, "transfer between ranks"),
     ],
-    ids=["recomputed", "moved", "cut"],
+    ids=["recomputed", "offloaded", "sharded"],
 )
 def test_a_page_of_a_schedule(
     tmp_path: Path, arguments: list[str], kinds: set[str], copies: int, fact: str

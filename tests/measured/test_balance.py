@@ -10,8 +10,16 @@ from measured_runs import HEAVY, LAYERS, P, profile
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.balance import Ends, balanced, counted, measured, of_arguments
+from megatron_zb.measured.balance import (
+    Ends,
+    attention_of,
+    balanced,
+    counted,
+    measured,
+    of_arguments,
+)
 from megatron_zb.measured.profile import write_profile
+from megatron_zb.schedules.step_plan import NO_ATTENTION
 
 SIZES = {"layers": LAYERS, "hidden_size": 64, "sequence_length": 32, "tensor": 1}
 
@@ -34,6 +42,21 @@ def test_a_vocabulary_of_32_hidden_sizes_counts_for_eight_thirds_of_a_layer() ->
     experts = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 512}
     routed = of_arguments("auto", arguments(**experts))
     assert routed.output == pytest.approx(32 / 6, rel=1e-3)
+
+
+def test_latent_attention_counts_by_its_widths() -> None:
+    """Sizes by hand, of 2 heads: queries, keys and values, the projection, and an MLP."""
+    widths = {"kv_lora_rank": 4, "qk_head_dim": 3, "qk_pos_emb_head_dim": 1, "v_head_dim": 5}
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16, **widths}
+    args = arguments(multi_latent_attention=True, **sizes)
+    keys_and_values = 8 * (4 + 1) + 4 * 2 * (3 + 5)
+    linear = 8 * 2 * 4 + keys_and_values + 2 * 5 * 8 + 2 * 8 * 16
+    assert attention_of(args).forward == pytest.approx(2 * (4 + 5) // 2 / linear)
+    args.q_lora_rank = 6
+    linear += 6 * (8 + 2 * 4) - 8 * 2 * 4
+    assert attention_of(args).forward == pytest.approx(2 * (4 + 5) // 2 / linear)
+    args.v_head_dim = None
+    assert attention_of(args) == NO_ATTENTION
 
 
 def test_a_multi_token_prediction_is_a_layer_and_an_output_layer() -> None:
