@@ -102,6 +102,15 @@ def test_it_stands_beside_every_other_kind(other: str) -> None:
         )
 
 
+def test_a_search_counts_a_part_with_the_pass_that_it_follows() -> None:
+    table = {PassKind.F: "forward", PassKind.B: "backward", PassKind.W: "weight"}[PART.follows]
+    folded = COSTS.folded()
+    assert folded.parts == ()
+    for name, more in ((table, PART.seconds), ("activation", PART.memory)):
+        found = sum(getattr(folded, name)) - sum(getattr(PLAIN, name))
+        assert found == pytest.approx(P * more) and more > 0
+
+
 def test_a_part_takes_nothing_unless_it_says_so() -> None:
     free = Part(PART.kind)
     assert (free.seconds, free.memory, free.until) == (0.0, 0.0, None)

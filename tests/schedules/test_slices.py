@@ -484,7 +484,13 @@ def test_what_has_no_slices_is_refused(
 
 
 @pytest.mark.parametrize(
-    "given", [{"lengths": ()}, {"lengths": (1.0, 0.0)}, {"lengths": (1.0,), "attention": 2.0}]
+    "given",
+    [
+        {"lengths": ()},
+        {"lengths": (1.0, 0.0)},
+        {"lengths": (1.0, float("inf"))},
+        {"lengths": (1.0,), "attention": 2.0},
+    ],
 )
 def test_numbers_that_cut_nothing_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="slices"):
