@@ -85,6 +85,23 @@ def test_every_pass_once_and_no_deadlock(
     assert len(told) == waits * first * (distribution.num_ranks - 1)
 
 
+def test_a_rank_that_waits_names_the_message_or_the_step_and_the_sender() -> None:
+    schedule = pipe_bd(Distribution.of([(1, 1), (1, 1)]), 1, steps=2, run_ahead=0).validate()
+    words = {
+        schedule.rules.awaited_in_words(schedule.placement, *at)
+        for rank in lower(schedule).ranks
+        for at in rank
+        if isinstance(at, WaitReceive)
+    }
+    assert words == {
+        *(
+            f"the activation for stage 1, microbatch {j}, from pipeline rank 0 in schedule order"
+            for j in range(2)
+        ),
+        "pipeline rank 1 in schedule order to update its students in step 0",
+    }
+
+
 @settings(max_examples=40, deadline=None)
 @given(distributions, st.sampled_from([4, 8]), st.integers(0, 3), st.integers(1, 8))
 def test_steps_one_at_a_time_are_those_of_the_whole_program(
