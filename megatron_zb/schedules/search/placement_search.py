@@ -237,7 +237,7 @@ def _one_at_a_time(name: str, placement: Placement, num_microbatches: int) -> Sc
 def _offloaded(
     name: str, orders: Sequence[Schedule], request: Request, limit: Sequence[float], bound: float
 ) -> list[Schedule]:
-    """Return known orders that keep the limit with offload, each B by itself and its W behind it.
+    """Return known orders that keep the limit with offload; each B is split, its W right behind.
 
     A W that comes later holds what offload is to free. Where copies take much of the time, some
     units of the fastest order are recomputed instead, if that is allowed.
