@@ -176,7 +176,8 @@ class PairedStage(MegatronStage):
 
     def _user_step(self, data_iterator: Any, model: Any) -> Any:
         """Build the plan of a forward, run it, and return what Megatron computes the loss from."""
-        if not (torch.is_grad_enabled() or self._is_in_pair):
+        keeps_graph = torch.is_grad_enabled() and not self._is_dropping
+        if not (keeps_graph or self._is_in_pair):
             return super()._user_step(data_iterator, model)
         planned = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
         plan, loss_func = self._call_model(data_iterator, planned, return_schedule_plan=True)

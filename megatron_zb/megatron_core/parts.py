@@ -9,6 +9,7 @@ from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.megatron_core.data_iterators import ReadingsPart
 from megatron_zb.megatron_core.data_parallel import DataParallelPart
 from megatron_zb.megatron_core.experts import ExpertMetricsPart, OverlapPart, PagedStashPart
+from megatron_zb.megatron_core.forward_state import StatePart
 from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.planned_steps import PlannedLengths, ReadAhead
@@ -40,6 +41,7 @@ _ORDER: tuple[type[StepPart], ...] = (
     DataParallelPart,
     OverlapPart,
     OffloadPart,
+    StatePart,  # for the stages that recompute, which the part above tells
 )
 
 
@@ -50,7 +52,7 @@ class PartList:
         self._found: dict[type[StepPart], StepPart] = {}
         for kind in (ExpertMetricsPart, GraphsPart, PagedStashPart, ReadingsPart, OverlapPart):
             self.add(kind())
-        for part in (ChannelsPart(), WatchPart(), OffloadPart(), DataParallelPart()):
+        for part in (ChannelsPart(), WatchPart(), OffloadPart(), StatePart(), DataParallelPart()):
             self.add(part)
         if current.costs.vocabulary is not None:
             vocabulary = VocabularyPart(physical)

@@ -34,10 +34,7 @@ class _Logits:
 
 
 class WholeRouting:
-    """The routing of a router; its ``routing`` is replaced on the instance.
-
-    A recomputed forward routes twice, first without gradients: then there are no losses.
-    """
+    """The routing of a router; its ``routing`` is replaced on the instance."""
 
     def __init__(self, cut: Cut, router: Any) -> None:
         self._cut, self._router, self._usual = cut, router, router.routing
@@ -62,8 +59,6 @@ class WholeRouting:
             with self._no_losses():
                 logits = _WithGradient.apply(logits, self.kept, cut.microbatch, cut.slice)
                 return self._usual(logits, padding_mask)
-        if not torch.is_grad_enabled():
-            return self._usual(logits, padding_mask)
         own = logits.shape[0] * logits.shape[1]
         whole = _AllSlices.apply(logits, kept)
         mask = None if padding_mask is None else torch.cat([*kept.masks, padding_mask])

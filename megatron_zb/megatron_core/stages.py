@@ -11,8 +11,10 @@ import torch
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.data_iterators import Start
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
+from megatron_zb.megatron_core.forward_state import ForwardState
 from megatron_zb.megatron_core.random_streams import (
     LayerStreams,
     RandomState,
@@ -22,6 +24,7 @@ from megatron_zb.megatron_core.step import Step, StepPart, device, timed
 from megatron_zb.runtime.activation_memory import HostCopyEngines, HostMemory, OffloadedActivations
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.observer import NOTHING
+from megatron_zb.runtime.saved_state import Saved
 
 
 class MegatronStage(AutogradStage):
@@ -36,7 +39,8 @@ class MegatronStage(AutogradStage):
         self.is_output = step.physical.holds_output(step.pp_rank, chunk)
         self.streams: LayerStreams | None = None
         self.sync: DataParallelSync | None = None
-        self._past: dict[int, Start] = {}
+        self.state: ForwardState | None = None
+        self._past: dict[int, tuple[Start, list[Saved]]] = {}
         self._context_parallel = step.pg_collection.cp.size()
         super().__init__(
             self._forward_step,
@@ -45,6 +49,12 @@ class MegatronStage(AutogradStage):
             forward_only=step.forward_only,
         )
         self.activation_memory = split.queue.activation_memory = step.memory
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+        if self.state is None or self.state.is_known or microbatch in self.recomputed:
+            return super().forward(microbatch, activation)
+        with self.state.recorded():  # to learn what forwards change
+            return super().forward(microbatch, activation)
 
     def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
         step = self._step
@@ -111,21 +121,21 @@ class MegatronStage(AutogradStage):
 
     @contextmanager
     def _remembering(self, microbatch: int) -> Iterator[None]:
-        start = self._past[microbatch] = Start([self._step.data_iterators[self.chunk]])
-        with self._reading(start):
+        assert self.state is not None, "StatePart gives it to stages that recompute"
+        start = Start([self._step.data_iterators[self.chunk]])
+        with self.state.recorded() as record, self._reading(start):
+            self._past[microbatch] = start, record
             yield
 
     @contextmanager
     def _repeating(self, microbatch: int) -> Iterator[None]:
-        """Read and draw the same as the forward has done, and report nothing once more.
-
-        A router counts the tokens of a forward only if it has gradients, and so once.
-        """
-        now, start, step = RandomState(), self._past.pop(microbatch), self._step
+        """Read, draw and count the same as the forward has done, and report nothing once more."""
+        assert self.state is not None, "it has recorded the forward"
+        now, step, (start, record) = RandomState(), self._step, self._past.pop(microbatch)
         start.go_back()
         reported, tokens = step.forward_data_store, step.total_num_tokens
         step.forward_data_store, step.total_num_tokens = [], tokens.clone()
-        with self._reading(start):
+        with versions.losses_logged_apart(), self.state.repeating(record), self._reading(start):
             try:
                 yield
             finally:

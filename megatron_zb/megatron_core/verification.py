@@ -2,14 +2,15 @@
 
 ``--pipeline-verify`` runs the first step of training twice: once with every weight gradient in B,
 by Megatron's own functions, and its reductions at the end; then as it will run from then on. Data,
-random numbers, buffers and logged losses are put back in between. A layer whose gradient is lost,
-doubled, computed from the wrong tensors or reduced too early then differs by name.
+random numbers, logged losses and what forwards change in the model are put back in between. A layer
+whose gradient is lost, doubled, computed from the wrong tensors or reduced too early then differs
+by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import VERIFY_FLAG
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.data_iterators import Start
+from megatron_zb.megatron_core.forward_state import ForwardState
 from megatron_zb.megatron_core.model_ends import gradient_of
 from megatron_zb.megatron_core.random_streams import global_parameters
 from megatron_zb.megatron_core.split_backward import SplitBackward
@@ -77,12 +79,14 @@ class Verification(StepPart):
         """Run the step that is compared with, and undo everything that it has changed."""
         start = Start(step.data_iterators)
         usual, step.data_iterators = step.data_iterators, start.data_iterators
-        buffers = [(b, b.clone()) for c in step.model for b in torch.nn.Module.buffers(c)]
         before = [_gradients(chunk) for chunk in step.model]
         for split in self._splits:
             split.is_off = True
         try:
-            with versions.losses_logged_apart():
+            with ExitStack() as contexts:
+                contexts.enter_context(versions.losses_logged_apart())
+                for chunk in step.model:
+                    contexts.enter_context(ForwardState(chunk, step.forward_step_func).undone())
                 step.run(step)
         except BaseException:
             step.data_iterators = usual
@@ -94,9 +98,6 @@ class Verification(StepPart):
         start.go_back()
         step.forward_data_store.clear()
         step.total_num_tokens.zero_()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
         for chunk, gradients in zip(step.model, before, strict=True):
             _set_gradients(chunk, gradients)
 

@@ -270,18 +270,26 @@ def _graph_scopes(settings: Any) -> set[str]:
 
 @contextmanager
 def losses_logged_apart() -> Iterator[None]:
-    """Keep what a step inside adds to the losses of experts and of predicted tokens from the log.
+    """Keep what a step inside adds to the losses that layers log themselves from the log.
 
-    0.18 brings an object for those of experts; before, they are a dictionary.
+    Those are losses of experts, of predicted tokens and of the indexers of sparse attention. 0.18
+    brings an object for those of experts; before, they are a dictionary.
     """
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    predicted, MTPLossLoggingHelper.tracker = MTPLossLoggingHelper.tracker, {}
+    helpers: list[Any] = [MTPLossLoggingHelper]
+    with suppress(ImportError):
+        sparse: Any = import_module("megatron.core.transformer.experimental_attention_variant.dsa")
+        helpers.append(sparse.DSAIndexerLossLoggingHelper)
+    usual = [helper.tracker for helper in helpers]
+    for helper in helpers:
+        helper.tracker = {}
     try:
         with _expert_losses_apart():
             yield
     finally:
-        MTPLossLoggingHelper.tracker = predicted
+        for helper, tracker in zip(helpers, usual, strict=True):
+            helper.tracker = tracker
 
 
 def expert_metrics() -> dict[str, dict[str, Any]]:
@@ -327,14 +335,18 @@ def _expert_losses_apart() -> Iterator[None]:
         tracker = _dictionary_of_metrics()
         usual = dict(tracker)
         tracker.clear()
-        yield
-        tracker.clear()
-        tracker.update(usual)
+        try:
+            yield
+        finally:
+            tracker.clear()
+            tracker.update(usual)
         return
     before = moe_logging.get_moe_metrics_tracker()
     moe_logging.set_moe_metrics_tracker(moe_logging.MoEMetricsTracker())
-    yield
-    moe_logging.set_moe_metrics_tracker(before)
+    try:
+        yield
+    finally:
+        moe_logging.set_moe_metrics_tracker(before)
 
 
 def skip_fused_kernels() -> None:

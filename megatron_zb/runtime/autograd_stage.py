@@ -178,6 +178,22 @@ def _backward(edge: GradientEdge, gradient: torch.Tensor | None) -> None:
     )
 
 
+def _saving_nothing() -> AbstractContextManager[Any]:
+    """Return a context whose operations save nothing for a backward, as none will come."""
+    return torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _refuse(saved: None) -> torch.Tensor:
+    raise UsageError(
+        "a forward that --pipeline-recompute recomputes computes gradients itself, such as by "
+        "torch.autograd.grad, from activations that are not kept: leave the flag out for this model"
+    )
+
+
 class AutogradStage:
     """A stage whose forward is a function of torch tensors.
 
@@ -208,6 +224,7 @@ class AutogradStage:
         self._forward_only = forward_only
         self._live: dict[int, tuple[torch.Tensor | None, Any]] = {}
         self._inputs: dict[int, torch.Tensor | None] = {}
+        self._is_dropping = False
         self.activation_memory: ActivationMemory | None = None
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
@@ -227,18 +244,25 @@ class AutogradStage:
     def _forward_dropped(
         self, microbatch: int, activation: torch.Tensor | None
     ) -> torch.Tensor | None:
+        """Run a forward with gradients, as layers may compute other things without, but keep none.
+
+        Its graph is freed at its end, and refers to none of the tensors that B would need.
+        """
         self._hold(activation)
         self._inputs[microbatch] = activation
-        with torch.no_grad(), self._remembering(microbatch):
-            output = self._compute(microbatch, activation)
-        # parts of Megatron's layers turn gradients on again
+        if activation is not None:
+            activation.requires_grad_()
+        self._is_dropping = True
+        try:
+            with _saving_nothing(), self._remembering(microbatch):
+                output = self._compute(microbatch, activation)
+        finally:
+            self._is_dropping = False
         return None if self._is_last else output.detach()
 
     def recompute(self, microbatch: int) -> None:
         """Run R: repeat a forward that kept only its input, now with all that B needs."""
         activation = self._inputs.pop(microbatch)
-        if activation is not None:
-            activation.requires_grad_()
         with self._repeating(microbatch):
             output = self._compute(microbatch, activation)
         self._live[microbatch] = (activation, self._start_of_backward(output))

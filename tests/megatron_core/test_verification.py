@@ -70,10 +70,11 @@ EXPERTS = (
         (GPTCase(dropout=0.1, overlap_grad_reduce=True), "zb-h1", 17),
         (GPTCase(options=EXPERTS), "v-zb", 25),
         (GPTCase(changes=("hook", "weight norm")), "v-zb", 13),
+        (GPTCase(changes=("new average", "counter", "history")), "v-half", 17),
         (GPTCase(dtype="bfloat16", vocabulary=True), "v-half", 16),
         (GPTCase(data_parallel=2, overlap_grad_reduce=True, bucket_size=1000), "v-half", 34),
     ],
-    ids=["tied", "dropout", "experts", "changed", "vocabulary", "data-parallel"],
+    ids=["tied", "dropout", "experts", "changed", "stateful", "vocabulary", "data-parallel"],
 )
 def test_a_right_step_is_said_once(
     ranks: RankPools, case: GPTCase, schedule: str, split: int

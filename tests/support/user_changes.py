@@ -283,6 +283,111 @@ OTHERS: dict[str, Change] = {"late penalty": late_penalty}
 """Those whose sums W and B form in another order than Megatron, once."""
 
 
+# --- state that forwards read and update
+
+
+def running_average(layer: Any) -> None:
+    """Of an MLP's output, in a buffer that is changed in place, as norms of a batch have it."""
+    layer.mlp.register_buffer("average", torch.zeros(()))
+
+    def shift(module: Any, _inputs: Any, output: Any) -> Any:
+        before = module.average.clone()
+        module.average.mul_(0.9).add_(0.1 * output[0].detach().float().mean())
+        return output[0] + before, *output[1:]
+
+    layer.mlp.register_forward_hook(shift)
+
+
+def new_average(layer: Any) -> None:
+    """The same in an attribute that every forward sets anew."""
+    layer.mlp.average = torch.zeros(())
+
+    def shift(module: Any, _inputs: Any, output: Any) -> Any:
+        before, mean = module.average, output[0].detach().float().mean()
+        module.average = 0.9 * before + 0.1 * mean
+        return output[0] + before, *output[1:]
+
+    layer.mlp.register_forward_hook(shift)
+
+
+def counter(layer: Any) -> None:
+    """The number of forwards with gradients, as Megatron's routers count them."""
+    layer.mlp.calls = 0
+
+    def scale(module: Any, _inputs: Any, output: Any) -> Any:
+        module.calls += torch.is_grad_enabled()
+        return output[0] * (1 + 0.01 * module.calls), *output[1:]
+
+    layer.mlp.register_forward_hook(scale)
+
+
+def history(layer: Any) -> None:
+    """A list of means, and sums by name, which a closure has."""
+    means: list[float] = []
+    sums = {"sum": torch.zeros(())}
+
+    def scale(_module: Any, _inputs: Any, output: Any) -> Any:
+        means.append(float(output[0].detach().float().mean()))
+        sums["sum"] += means[-1]
+        return output[0] * (1 + sum(means[-3:]) + 0.1 * sums["sum"]), *output[1:]
+
+    layer.mlp.register_forward_hook(scale)
+
+
+class _Tracker:
+    """A user's object that a module holds, with a state that its first use makes."""
+
+    def update(self, mean: float) -> float:
+        self.total = mean + getattr(self, "total", 0.0)
+        return self.total
+
+
+def object_with_state(layer: Any) -> None:
+    tracker = _Tracker()
+
+    def shift(_module: Any, _inputs: Any, output: Any) -> Any:
+        return output[0] + tracker.update(float(output[0].detach().mean())), *output[1:]
+
+    layer.mlp.register_forward_hook(shift)
+
+
+_FORWARDS = 0
+
+
+def global_counter(layer: Any) -> None:
+    """The number of forwards of all layers of a rank."""
+    global _FORWARDS
+    _FORWARDS = 0
+
+    def scale(_module: Any, _inputs: Any, output: Any) -> Any:
+        global _FORWARDS
+        _FORWARDS += 1
+        return output[0] * (1 + 0.01 * (_FORWARDS % 7)), *output[1:]
+
+    layer.mlp.register_forward_hook(scale)
+
+
+def scratch(layer: Any) -> None:
+    """An activation that every forward sets anew, for someone who looks at it later."""
+
+    def keep(module: Any, _inputs: Any, output: Any) -> None:
+        module.latest = output[0].detach().repeat(2000, 1, 1)
+
+    layer.mlp.register_forward_hook(keep)
+
+
+STATEFUL: dict[str, Change] = {
+    "running average": running_average,
+    "new average": new_average,
+    "counter": counter,
+    "history": history,
+    "object with state": object_with_state,
+    "scratch": scratch,
+}
+"""Those whose forwards read what earlier ones of their layer have left."""
+OTHERS |= STATEFUL | {"global counter": global_counter}
+
+
 def change(chunks: list[Any], names: tuple[str, ...]) -> None:
     """Make some changes to chunks, or to the layers of each, in their order."""
     for name in names:

@@ -1,0 +1,148 @@
+"""State that forwards update: R reads what F has read, and leaves no update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gpt_cases import GPTCase, built, forward_backward, microbatches, run
+from joined import EXPERTS
+from ranks import RankPools
+from recompute_offload import with_recompute_offload
+from user_changes import STATEFUL
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.forward_state import StatePart
+from megatron_zb.runtime.autograd_stage import AutogradStage, WeightGradQueue
+from megatron_zb.schedules import Schedule
+
+M = 6
+GLOBAL_LOSS = tuple({**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"}.items())
+BIAS = (
+    ("moe_router_enable_expert_bias", True),
+    ("moe_router_score_function", "sigmoid"),
+    ("moe_router_load_balancing_type", "seq_aux_loss"),
+)
+OF_MEGATRON = {
+    "global loss": GPTCase(options=GLOBAL_LOSS),
+    "expert bias": GPTCase(options=tuple({**EXPERTS, **dict(BIAS)}.items())),
+    "prediction": GPTCase(multi_token=1, rotary=True),
+}
+
+
+def recomputed(name: str, seed: int = 6, **options: Any) -> tuple[Schedule, Schedule]:
+    """An order, and the same one with R of a part of its units."""
+    kept = schedules.build(name, pipeline_size=2, num_microbatches=M, **options)
+    other = with_recompute_offload(kept, seed, recompute=0.6)
+    assert other.recomputed
+    return kept, other
+
+
+def differing(case: GPTCase, orders: tuple[Schedule, Schedule]) -> list[str]:
+    """Where two orders leave other losses or gradients after three steps: [] is nowhere."""
+    one, other = (run(case, order, [M], iterations=3)[M] for order in orders)
+    found = [] if one.losses == other.losses else [f"{one.losses} are not {other.losses}"]
+    for name, gradient in one.gradients.items():
+        if not torch.equal(gradient, other.gradients[name]):
+            found.append(f"gradient of {name}")
+    return found
+
+
+@pytest.mark.parametrize("name", ["v-half", pytest.param("interleaved", marks=pytest.mark.full)])
+@pytest.mark.parametrize("state", [*STATEFUL, "global counter"])
+def test_a_users_state_is_that_of_forwards_which_run_once(
+    ranks: RankPools, state: str, name: str
+) -> None:
+    found = ranks(2).run(differing, case=GPTCase(changes=(state,)), orders=recomputed(name))
+    assert found == [[]] * 2
+
+
+@pytest.mark.parametrize("name", ["v-half", pytest.param("zb-h1", marks=pytest.mark.full)])
+@pytest.mark.parametrize("what", OF_MEGATRON)
+def test_megatrons_state_is_that_of_forwards_which_run_once(
+    ranks: RankPools, what: str, name: str
+) -> None:
+    found = ranks(2).run(differing, case=OF_MEGATRON[what], orders=recomputed(name))
+    assert found == [[]] * 2
+
+
+def buffers_after_steps(case: GPTCase, order: Schedule) -> list[torch.Tensor]:
+    """All buffers of a rank's chunks after two steps."""
+    with built(case, order, M) as (adapter, chunks):
+        assert adapter is not None
+        for _ in range(2):
+            data = [microbatches(case, M) for _ in chunks]
+            forward_backward(adapter.forward_backward_func, chunks, data, M)
+        return [b.clone() for chunk in chunks for b in torch.nn.Module.buffers(chunk)]
+
+
+def test_what_routers_count_is_counted_once(ranks: RankPools) -> None:
+    kept, other = recomputed("v-half")
+    of_kept, of_other = (
+        ranks(2).run(buffers_after_steps, case=OF_MEGATRON["expert bias"], order=order)
+        for order in (kept, other)
+    )
+    for one, two in zip(of_kept, of_other, strict=True):
+        assert any(buffer.any() for buffer in one)
+        assert len(one) == len(two)
+        assert all(map(torch.equal, one, two))
+
+
+def labels(case: GPTCase, order: Schedule) -> dict[str, bool]:
+    """What forwards were seen to change, and whether it is recorded."""
+    with built(case, order, M) as (adapter, chunks):
+        assert adapter is not None
+        for _ in range(2):
+            data = [microbatches(case, M) for _ in chunks]
+            forward_backward(adapter.forward_backward_func, chunks, data, M)
+        states = adapter.part(StatePart).states.values()
+        return {place.label: place.is_state for state in states for place in state.places}
+
+
+def test_what_every_forward_sets_anew_is_not_recorded(ranks: RankPools) -> None:
+    case = GPTCase(changes=("scratch", "new average"))
+    of_rank, _ = ranks(2).run(labels, case=case, order=recomputed("v-half")[1])
+    mlp = "decoder.layers.0.mlp"
+    assert (of_rank[f"{mlp}.latest"], of_rank[f"{mlp}.average"]) == (False, True)
+
+
+def refusal_of_first_step(case: GPTCase) -> str:
+    with built(case, "zb-h1", 2) as (adapter, chunks):
+        assert adapter is not None
+        data = [microbatches(case, 2) for _ in chunks]
+        try:
+            forward_backward(adapter.forward_backward_func, chunks, data, 2)
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ("running average", "decoder.layers.0.mlp.average"),
+        ("new average", "decoder.layers.0.mlp.average"),
+        ("object with state", "a hook of decoder.layers.0.mlp.tracker.total"),
+        ("scratch", None),
+    ],
+)
+def test_a_users_state_is_refused_with_slices(
+    ranks: RankPools, state: str, name: str | None
+) -> None:
+    found = ranks(2).run(refusal_of_first_step, case=GPTCase(changes=(state,), slices="2"))
+    expected = "" if name is None else f"--pipeline-slices: forwards update {name}, which would be"
+    assert [one[: len(expected)] if expected else one for one in found] == [expected] * 2
+
+
+def test_a_forward_that_computes_gradients_itself_cannot_be_recomputed() -> None:
+    def compute(microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        assert activation is not None
+        (slope,) = torch.autograd.grad(activation.exp().sum(), activation, create_graph=True)
+        return activation + slope
+
+    stage = AutogradStage(compute, WeightGradQueue(), is_last=False)
+    stage.recomputed = [0]
+    with pytest.raises(UsageError, match=r"computes gradients itself.*leave the flag out"):
+        stage.forward(0, torch.ones(2))
