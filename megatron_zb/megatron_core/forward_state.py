@@ -52,7 +52,7 @@ class ForwardState:
     """
 
     def __init__(self, chunk: torch.nn.Module, forward_step: Callable[..., Any]) -> None:
-        (self._model,) = unwrap_model([chunk])
+        (self.model,) = unwrap_model([chunk])
         self._forward_step = forward_step
         self._places: dict[_Key, Place] = {}
         self.is_known = False
@@ -114,8 +114,8 @@ class ForwardState:
 
     def _walked(self) -> _Walk:
         """Reach all that the model and the function refer to."""
-        walk = _Walk(self._model)
-        for module in self._model.modules():
+        walk = _Walk(self.model)
+        for module in self.model.modules():
             walk.enter(module, "", "")
         walk.enter(self._forward_step, "the forward step", "")
         return walk

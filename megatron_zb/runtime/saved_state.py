@@ -130,7 +130,7 @@ class _Value:
         self._version: int | None = None
         if isinstance(value, torch.Tensor):
             self._version = _version(value)
-            if copies or not self.is_large:
+            if (copies or not self.is_large) and not _is_freed(value):
                 self._contents = value.detach().clone()
         elif isinstance(value, list | set | deque) and len(value) <= MOST:
             self._contents = [_Value(element, copies, True) for element in value]
@@ -144,8 +144,10 @@ class _Value:
         if isinstance(value, torch.Tensor):
             if _version(value) != self._version:
                 return True
+            if self._contents is None or _is_freed(value):
+                return False
             # what is written through ``data`` leaves the version as it is
-            return self._contents is not None and not torch.equal(value.detach(), self._contents)
+            return not torch.equal(value.detach(), self._contents)
         if self._contents is None:
             return False
         return len(value) != len(self._contents) or any(
@@ -158,8 +160,9 @@ class _Value:
         if not in_place or self._contents is None:
             return value
         if isinstance(value, torch.Tensor):
-            with torch.no_grad():
-                value.copy_(self._contents)
+            if not _is_freed(value):
+                with torch.no_grad():
+                    value.copy_(self._contents)
             return value
         elements = [saved.restored(in_place) for saved in self._contents]
         value.clear()
@@ -194,6 +197,11 @@ def _same(value: Any) -> Any:
 
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Return whether the data is freed, as Megatron frees activations that it no longer needs."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _is_large(value: Any) -> bool:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import csv
 from typing import Any
 
 import pytest
 import torch
+from changed_by_forwards import runs, values
 from gpt_cases import GPTCase, built, forward_backward, microbatches, run
 from joined import EXPERTS
+from project import ROOT
 from ranks import RankPools
 from recompute_offload import with_recompute_offload
 from user_changes import STATEFUL
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.forward_state import StatePart
 from megatron_zb.runtime.autograd_stage import AutogradStage, WeightGradQueue
 from megatron_zb.schedules import Schedule
@@ -106,6 +110,25 @@ def test_what_every_forward_sets_anew_is_not_recorded(ranks: RankPools) -> None:
     of_rank, _ = ranks(2).run(labels, case=case, order=recomputed("v-half")[1])
     mlp = "decoder.layers.0.mlp"
     assert (of_rank[f"{mlp}.latest"], of_rank[f"{mlp}.average"]) == (False, True)
+
+
+def test_the_table_has_what_routers_change(ranks: RankPools) -> None:
+    """The table of docs/forward_state.md, made anew for one model, and none of it lost."""
+    version = ".".join(map(str, versions.core_series()))
+    path = ROOT / "docs" / "results" / "forward_state" / f"{version}.csv"
+    if not path.exists():
+        pytest.skip(f"the table has no megatron-core {version}")
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        kept = [row[feature] for feature in ("recomputation", "offload", "pairs", "verify")]
+        assert "other" not in "/".join(kept), row
+    listed = {(row["module"], row["attribute"], row["changed"]) for row in rows}
+    case, schedule, verifies = runs("global_aux_loss")[""]
+    for of_rank in ranks(2).run(values, case=case, schedule=schedule, verifies=verifies):
+        found = {(change.owner, change.name, change.how) for change, _ in of_rank.values()}
+        assert ("TopKRouter", "ga_steps", "updated in place") in found
+        assert found <= listed
 
 
 def refusal_of_first_step(case: GPTCase) -> str:

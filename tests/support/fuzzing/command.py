@@ -13,6 +13,7 @@ from fuzzing.space import OURS, UPSTREAM, Combination, Space
 
 ITERATIONS = 4
 _CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-h2": 1, "zb-1p": 1, "zb-2p": 1, "wave": 4}
+_EXTERNAL_DATA = Path(__file__).resolve().parents[1] / "external_data.py"
 _PLACEHOLDER = re.compile(r"<(\w+)>")
 
 
@@ -44,6 +45,8 @@ def commands_of(space: Space, combination: Combination, layers: int | None = Non
         return tuple(_PLACEHOLDER.sub(lambda found: known[found[1]], " ".join(said)).split())
 
     script = "pretrain_hybrid.py" if combination["model"] == "hybrid" else "pretrain_gpt.py"
+    if combination["loader"] == "external":
+        script = str(_EXTERNAL_DATA)
     return Commands(script, sizes.ranks, sizes.layers, words(UPSTREAM), words(OURS))
 
 

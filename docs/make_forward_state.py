@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""Find what forwards of Megatron's modules change, and make the table of docs/forward_state.md.
+
+python docs/make_forward_state.py          # runs with the megatron-core that is installed
+python docs/make_forward_state.py --table  # makes the table from docs/results/forward_state
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from functools import cache
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parent / "forward_state.md"
+RESULTS = PAGE.parent / "results" / "forward_state"
+sys.path.insert(0, str(PAGE.parent.parent / "tests" / "support"))
+
+from changed_by_forwards import CASES, FEATURES, Change, verdicts  # noqa: E402
+from make_reliability import with_table  # noqa: E402
+from ranks import RankPool  # noqa: E402
+
+HEAD = ("module", "attribute", "kind", "changed", "models", *FEATURES)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    if not parser.parse_args().table:
+        _run()
+    PAGE.write_text(
+        with_table(PAGE.read_text(encoding="utf-8"), "changed by forwards", _table()),
+        encoding="utf-8",
+    )
+
+
+def _run() -> None:
+    from megatron.core.package_info import MAJOR, MINOR
+
+    pools = cache(RankPool)
+    rows: dict[Change, tuple[list[str], dict[str, set[str]]]] = {}
+    for name in _cases((MAJOR, MINOR)):
+        print(name, flush=True)
+        for change, by_feature in verdicts(pools, name):
+            models, found = rows.setdefault(change, ([], {f: set() for f in FEATURES}))
+            models += [name] * (name not in models)
+            for feature, verdict in by_feature.items():
+                found[feature].add(verdict)
+    for size in (2, 4):
+        pools(size).close()
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{MAJOR}.{MINOR}.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(HEAD)
+        for change, (models, found) in sorted(rows.items()):
+            said = ["/".join(sorted(found[feature])) for feature in FEATURES]
+            writer.writerow([*change, "; ".join(models), *said])
+    print(path)
+
+
+def _cases(version: tuple[int, int]) -> list[str]:
+    """Return the models that a version can build on a CPU; 0.16 has no HybridModel."""
+    return [name for name in CASES if name != "hybrid" or version > (0, 16)]
+
+
+def _table() -> list[str]:
+    """Return the lines of a table of all versions."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for path in sorted(RESULTS.glob("*.csv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                name = f"`{row['module']}.{row['attribute']}`"
+                verdict = [row[feature] or "-" for feature in FEATURES]
+                rows.setdefault((name, row["kind"], row["changed"], *verdict), []).append(path.stem)
+    head = ("value", "kind", "changed", *FEATURES, "Megatron-LM")
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return lines + [f"| {' | '.join([*row, ', '.join(v)])} |" for row, v in sorted(rows.items())]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""What forwards of Megatron's modules change, and whether a feature leaves it with the same values.
+
+Small models run a few steps on two ranks; nothing is listed by hand.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from gpt_cases import GPTCase, built, forward_backward, microbatches
+from joined import EXPERTS, joined
+from ranks import RankFailure, RankPool
+from recompute_offload import with_recompute_offload
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import forward_state
+from megatron_zb.megatron_core.forward_state import StatePart
+from megatron_zb.runtime.saved_state import Place
+from megatron_zb.schedules import Schedule
+
+M, STEPS = 4, 2
+FEATURES = ("recomputation", "offload", "slices", "pairs", "verify")
+"""Each as a column of the table; a run without it is compared with."""
+
+
+def _experts(**options: Any) -> GPTCase:
+    return GPTCase(options=tuple({**EXPERTS, **options}.items()))
+
+
+CASES = {
+    "dense": GPTCase(),
+    "rotary": GPTCase(rotary=True),
+    "latent attention": GPTCase(
+        rotary=True,
+        options=(
+            ("multi_latent_attention", True),
+            ("q_lora_rank", 16),
+            ("kv_lora_rank", 16),
+            ("qk_head_dim", 4),
+            ("qk_pos_emb_head_dim", 4),
+            ("v_head_dim", 8),
+            ("kv_channels", 8),
+            ("rope_type", "rope"),
+            ("add_bias_linear", False),
+        ),
+    ),
+    "prediction layer": GPTCase(rotary=True, multi_token=1),
+    "aux_loss": _experts(moe_z_loss_coeff=0.01),
+    "seq_aux_loss": _experts(moe_router_load_balancing_type="seq_aux_loss"),
+    "global_aux_loss": _experts(moe_router_load_balancing_type="global_aux_loss"),
+    "sinkhorn": _experts(
+        moe_router_load_balancing_type="sinkhorn",
+        moe_aux_loss_coeff=0.0,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+    ),
+    "expert bias": _experts(
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    ),
+    "capacity": _experts(
+        moe_expert_capacity_factor=1.0, moe_token_drop_policy="probs", moe_router_pre_softmax=True
+    ),
+    "shared expert": _experts(moe_shared_expert_intermediate_size=32),
+    "allgather dispatcher": _experts(moe_token_dispatcher_type="allgather"),
+    "selective recomputation": GPTCase(
+        options=(("recompute_granularity", "selective"), ("recompute_modules", ("core_attn",)))
+    ),
+    "full recomputation": GPTCase(
+        options=(
+            ("recompute_granularity", "full"),
+            ("recompute_method", "uniform"),
+            ("recompute_num_layers", 1),
+        )
+    ),
+    "hybrid": GPTCase(hybrid="M*-E", options=(*EXPERTS.items(), ("mamba_num_heads", 4))),
+}
+
+
+class Change(NamedTuple):
+    """A value that forwards change: whose, of what kind, and how."""
+
+    owner: str
+    name: str
+    kind: str
+    how: str
+
+
+Values = dict[str, tuple[Change, Any]]
+"""What forwards of a rank change, by its path, with the value after the passes of the last step."""
+
+
+def values(case: GPTCase, schedule: str | Schedule, verifies: bool = False) -> Values | str:
+    """Return what forwards change on this rank, or the refusal of the case."""
+    try:
+        return _values(case, schedule, verifies)
+    except (UsageError, NotImplementedError) as error:
+        return str(error)
+
+
+def _values(case: GPTCase, schedule: str | Schedule, verifies: bool) -> Values:
+    found: Values = {}
+    with (
+        patch.object(forward_state, "_is_sliced", lambda step: True),  # to look at every forward
+        patch.object(forward_state, "_refuse_users_state", lambda step, places: None),
+        built(case, schedule, M) as (adapter, chunks),
+    ):
+        assert adapter is not None
+        if verifies:
+            adapter.verify()
+        states = adapter.part(StatePart).states
+        config = chunks[0].config
+        finalize = config.finalize_model_grads_func
+
+        def look(*arguments: Any, **options: Any) -> Any:
+            for number, state in states.items():
+                for place in state.places:
+                    change = _change(state.model, place)
+                    found[f"{number}:{place.label}"] = change, _plain(place.value)
+            return finalize(*arguments, **options)
+
+        config.finalize_model_grads_func = look
+        for step in range(STEPS):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            data = [microbatches(case, M, step * M) for _ in chunks]
+            forward_backward(adapter.forward_backward_func, chunks, data, M)
+    return found
+
+
+def _change(model: Any, place: Place) -> Change:
+    owner: Any = model
+    *path, name = place.label.split(".")
+    for part in path:
+        owner = getattr(owner, "_modules", {}).get(part) or getattr(owner, part, owner)
+    how = "updated in place" if place.is_changed_in_place else "set anew"
+    kind = "buffer" if place.is_buffer else _kind(place.value)
+    if not place.is_state:
+        how = "scratch"
+    return Change(type(owner).__name__, name, kind, how)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    return "number" if isinstance(value, int | float) else "object"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().float().clone()
+    return value if isinstance(value, int | float | str | tuple) else type(value).__name__
+
+
+def runs(name: str) -> dict[str, tuple[GPTCase, str | Schedule, bool]]:
+    """Return the runs of a case: without a feature, and with each that there is for it."""
+    case = CASES[name]
+    kept = schedules.build("v-half", pipeline_size=2, num_microbatches=M)
+    found: dict[str, tuple[GPTCase, str | Schedule, bool]] = {
+        "": (case, kept, False),
+        "recomputation": (case, with_recompute_offload(kept, 6, recompute=0.6), False),
+        "offload": (case, with_recompute_offload(kept, 6, offload=0.6), False),
+        "slices": (replace(case, slices="2"), "v-half", False),
+        "verify": (case, kept, True),
+    }
+    if dict(case.options).get("moe_token_dispatcher_type") == "alltoall":
+        half = replace(case, dtype="bfloat16", data_parallel=2, expert_parallel=2)
+        found["bf16"] = half, kept, False
+        found["pairs"] = replace(half, all_to_all_overlaps=True), joined(kept), False
+    return found
+
+
+def verdicts(
+    pools: Callable[[int], RankPool], name: str
+) -> Iterator[tuple[Change, dict[str, str]]]:
+    """Return each change of a case with what each feature leaves: equal or other values."""
+    found = {
+        feature: _run(pools(2 * case.data_parallel), case=case, schedule=s, verifies=verifies)
+        for feature, (case, s, verifies) in runs(name).items()
+    }
+    for features, reference in ((FEATURES, ""), (("pairs",), "bf16")):
+        for rank, usual in enumerate(found.get(reference, [])):
+            assert not isinstance(usual, str), usual
+            for path, (change, _) in usual.items():
+                yield (
+                    change,
+                    {
+                        feature: _verdict(path, usual, found[feature][rank])
+                        for feature in features
+                        if feature in found and (feature == "pairs") == (reference == "bf16")
+                    },
+                )
+
+
+def _run(pool: RankPool, **arguments: Any) -> list[Values | str]:
+    """Return what each rank has found, or the error that has ended the run."""
+    try:
+        results: list[Values | str] = pool.run(values, timeout=60.0, **arguments)
+    except RankFailure as error:
+        line = str(error).partition("\n")[0]
+        print(f"{arguments['case']}: {line}", file=sys.stderr)
+        return [line] * pool.world_size
+    return results
+
+
+def _verdict(path: str, usual: Values, ours: Values | str) -> str:
+    if isinstance(ours, str):
+        return "refused"
+    if path not in ours:
+        return "unchanged"
+    (change, expected), (_, value) = usual[path], ours[path]
+    if change.how == "scratch":
+        return "scratch"
+    if isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor):
+        same = expected.shape == value.shape and torch.equal(expected, value)
+    else:
+        same = type(expected) is type(value) and expected == value
+    return "equal" if same else "other"
