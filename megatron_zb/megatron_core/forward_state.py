@@ -143,35 +143,54 @@ class _Before:
 class StatePart(StepPart):
     """Lets recomputed forwards run with the state of their first run, and leave none.
 
-    With token slices, a forward runs once for each slice, and so would a user's updates: they are
-    refused after the first step.
+    With token slices, a forward runs once for each slice, and so would a user's updates. In steps
+    that are read ahead, forwards run in another order than the data's. Updates of a user's state
+    are refused there, after the first step.
     """
 
     def __init__(self) -> None:
         self.states: dict[int, ForwardState] = {}
+        self._is_checked = False
 
     def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
         has_forwards = hasattr(stage, "state") and not step.forward_only
-        if has_forwards and (stage.recomputed or _is_sliced(step)):
+        if has_forwards and (stage.recomputed or _refusal(step)):
             if number not in self.states:
                 chunk = step.model[stage.chunk]
                 self.states[number] = ForwardState(chunk, step.forward_step_func)
             stage.state = self.states[number]
 
     def after_step(self, step: Step) -> None:
-        if step.forward_only or all(state.is_known for state in self.states.values()):
+        if step.forward_only:
             return
         for state in self.states.values():
             state.is_known = True
-        if _is_sliced(step):
-            _refuse_users_state(step, [s for state in self.states.values() for s in state.places])
+        refusal = _refusal(step)
+        if refusal and not self._is_checked:  # so on all ranks, whichever of them recomputes
+            self._is_checked = True
+            places = [place for state in self.states.values() for place in state.places]
+            _refuse_users_state(step, places, refusal)
 
 
-def _is_sliced(step: Step) -> bool:
-    return any(part.fact == "is_sliced" for part in step.parts)
+def _refusal(step: Step) -> str:
+    """Return why a user's state would be another one than under Megatron's schedule, if it would.
+
+    The text has a place for the name of the state.
+    """
+    if any(part.fact == "is_sliced" for part in step.parts):
+        return (
+            "--pipeline-slices: forwards update {}, which would be updated once for each slice of "
+            "a microbatch instead of once: leave the flag out for this model"
+        )
+    if step.order is not None and list(step.order) != sorted(step.order):
+        return (
+            "forwards update {}, which would be updated in another order, as microbatches are read "
+            "ahead and reordered by their lengths: do not read ahead for this model"
+        )
+    return ""
 
 
-def _refuse_users_state(step: Step, places: Sequence[Place]) -> None:
+def _refuse_users_state(step: Step, places: Sequence[Place], refusal: str) -> None:
     """Raise a UsageError on all ranks if one has a state that a user's code updates.
 
     Collective over the pipeline.
@@ -181,10 +200,7 @@ def _refuse_users_state(step: Step, places: Sequence[Place]) -> None:
     dist.all_gather_object(everyone, own, group=step.pg_collection.pp)
     label = next(filter(None, everyone), None)
     if label is not None:
-        raise UsageError(
-            f"--pipeline-slices: forwards update {label}, which would be updated once for each "
-            "slice of a microbatch instead of once: leave the flag out for this model"
-        )
+        raise UsageError(refusal.format(label))
 
 
 def _saved(place: Place) -> Saved:

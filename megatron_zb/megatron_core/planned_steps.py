@@ -240,6 +240,9 @@ def _too_long(current: CurrentSchedule, costs: Any, limit: Sequence[float]) -> U
 # --- microbatches that are read before their step
 
 
+_GLOBAL_LOSS = "global_aux_loss"
+"""Type of load balancing that adds up the tokens of all microbatches of the step so far."""
+
 LengthsOf = Callable[[Any], tuple[float, float]]
 """Function that returns a microbatch's tokens, and the sum of the squares of its sequences'."""
 
@@ -248,7 +251,8 @@ class ReadAhead(StepPart):
     """Reads all microbatches of a step, plans it and feeds them in the order of the plan.
 
     What a step returns, and the random streams of layers, keep the order of the iterators. A step
-    that has been planned already is left alone.
+    that has been planned already is left alone. Microbatches keep their order where a balancing
+    loss of the router depends on it.
 
     Args:
         planned: the plans of the job.
@@ -267,8 +271,10 @@ class ReadAhead(StepPart):
         if own is not None:
             lengths = Lengths.of(*zip(*map(self.lengths_of, own), strict=True))
         lengths = self._planned.known_to_all(lengths)
-        only = step.forward_only
-        step.order = self._planned.plan(lengths, keeps_order=False, forward_only=only)
+        keeps_order = _GLOBAL_LOSS in (step.config.moe_router_load_balancing_type or ())
+        step.order = self._planned.plan(
+            lengths, keeps_order=keeps_order, forward_only=step.forward_only
+        )
         step.data_iterators = [
             None if items is None else iter([items[j] for j in step.order]) for items in read
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import sizes
@@ -242,6 +243,48 @@ def test_masks_of_dropout_keep_the_order_of_the_iterator(ranks: RankPools) -> No
     fed = ranks(2).run(losses_with_dropout, settings=settings, ahead=False)
     assert any(fed)
     assert ranks(2).run(losses_with_dropout, settings=settings, ahead=True) == fed
+
+
+def reordered(global_loss: bool, counts: bool) -> tuple[list[int] | None, str]:
+    """The order in which a step feeds its microbatches, and its refusal."""
+    import trainers
+    from megatron.core.utils import unwrap_model
+    from user_changes import change
+
+    args = trainers.arguments(2)
+    with install(Settings(pipeline_schedule="v-half", num_microbatches=8), args) as pipeline:
+        process = trainers.Actor(args, pipeline.builder)
+        if counts:
+            change(unwrap_model(process.models), ("counter",))
+        pipeline.read_ahead(lambda tokens: (tokens.numel(), tokens.numel() ** 2))
+        orders: list[list[int] | None] = []
+        plan = pipeline.adapter.planned.plan
+
+        def planned(*arguments: Any, **options: Any) -> Any:
+            orders.append(list(plan(*arguments, **options)))
+            return orders[-1]
+
+        if global_loss:
+            process.config.moe_router_load_balancing_type = "global_aux_loss"
+        with patch.object(pipeline.adapter.planned, "plan", planned):
+            try:
+                process.train_one_step(0, 8)
+            except UsageError as error:
+                return orders[0], str(error)
+        return orders[0], ""
+
+
+def test_a_step_keeps_the_order_that_a_balancing_loss_depends_on(ranks: RankPools) -> None:
+    usual = ranks(2).run(reordered, global_loss=False, counts=False)
+    assert all(order != list(range(8)) and not refusal for order, refusal in usual)
+    kept = ranks(2).run(reordered, global_loss=True, counts=False)
+    assert kept == [(list(range(8)), "")] * 2
+
+
+def test_a_users_state_is_refused_where_microbatches_are_reordered(ranks: RankPools) -> None:
+    for _, refusal in ranks(2).run(reordered, global_loss=False, counts=True):
+        assert "forwards update decoder.layers.0.mlp.calls" in refusal
+        assert refusal.endswith("do not read ahead for this model")
 
 
 def short_of_data() -> str:

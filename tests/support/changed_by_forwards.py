@@ -108,8 +108,8 @@ def values(case: GPTCase, schedule: str | Schedule, verifies: bool = False) -> V
 def _values(case: GPTCase, schedule: str | Schedule, verifies: bool) -> Values:
     found: Values = {}
     with (
-        patch.object(forward_state, "_is_sliced", lambda step: True),  # to look at every forward
-        patch.object(forward_state, "_refuse_users_state", lambda step, places: None),
+        patch.object(forward_state, "_refusal", lambda step: "{}"),  # to look at every forward
+        patch.object(forward_state, "_refuse_users_state", lambda step, places, refusal: None),
         built(case, schedule, M) as (adapter, chunks),
     ):
         assert adapter is not None
