@@ -1,4 +1,4 @@
-"""A user's script: the checkout's pretrain_gpt.py, whose data come from iterators of the user's.
+"""A user's script in a checkout of Megatron-LM, beside its pretrain_gpt.py, with other iterators.
 
 ``--dataloader-type external`` passes them through. They read the arguments for every batch, as a
 user's iterator may.
@@ -6,17 +6,15 @@ user's iterator may.
 
 from __future__ import annotations
 
-import os
-import runpy
-import sys
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-CHECKOUT = Path(os.environ["MEGATRON_LM_PATH"])
-sys.path.insert(0, str(CHECKOUT))
-
-from megatron.training import get_args, training  # noqa: E402
+from gpt_builders import gpt_builder
+from megatron.core.enums import ModelType
+from megatron.training import get_args, pretrain, training
+from model_provider import model_provider
+from pretrain_gpt import forward_step, train_valid_test_datasets_provider
 
 _usual = training.build_pretraining_data_loader
 
@@ -51,4 +49,8 @@ def _batches(dataset: Any, consumed: int, *more: Any, **named: Any) -> Batches |
 
 if __name__ == "__main__":
     training.build_pretraining_data_loader = _batches
-    runpy.run_path(str(CHECKOUT / "pretrain_gpt.py"), run_name="__main__")
+    datasets: Any = train_valid_test_datasets_provider
+    datasets.is_distributed = True
+    pretrain(
+        datasets, partial(model_provider, gpt_builder), ModelType.encoder_or_decoder, forward_step
+    )

@@ -13,7 +13,8 @@ from fuzzing.space import OURS, UPSTREAM, Combination, Space
 
 ITERATIONS = 4
 _CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-h2": 1, "zb-1p": 1, "zb-2p": 1, "wave": 4}
-_EXTERNAL_DATA = Path(__file__).resolve().parents[1] / "external_data.py"
+EXTERNAL_DATA = "external_data.py"
+"""A script that checkouts do not have."""
 _PLACEHOLDER = re.compile(r"<(\w+)>")
 
 
@@ -46,7 +47,7 @@ def commands_of(space: Space, combination: Combination, layers: int | None = Non
 
     script = "pretrain_hybrid.py" if combination["model"] == "hybrid" else "pretrain_gpt.py"
     if combination["loader"] == "external":
-        script = str(_EXTERNAL_DATA)
+        script = EXTERNAL_DATA
     return Commands(script, sizes.ranks, sizes.layers, words(UPSTREAM), words(OURS))
 
 

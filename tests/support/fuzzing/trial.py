@@ -15,7 +15,7 @@ from pathlib import Path
 from jobs import Ended, try_job
 from rank_process import Kind
 
-from fuzzing.command import Commands, commands_of, under_another
+from fuzzing.command import EXTERNAL_DATA, Commands, commands_of, under_another
 from fuzzing.comparison import compare, logged
 from fuzzing.space import Combination, Space
 
@@ -234,8 +234,20 @@ class _Run:
             return "; ".join(why) or None
         return _said(ended) or _error(ended) if ended.code else None
 
+    def _checkout(self, script: str) -> Path:
+        """The checkout, or one with links to it that also has the script of this project."""
+        if script != EXTERNAL_DATA:
+            return self._bench.checkout
+        linked = self._folder / "checkout"
+        if not linked.exists():
+            linked.mkdir()
+            for entry in self._bench.checkout.iterdir():
+                (linked / entry.name).symlink_to(entry)
+            shutil.copy(Path(__file__).resolve().parents[1] / script, linked)
+        return linked
+
     def _job(self, commands: Commands, words: Sequence[str]) -> Ended:
-        script = str(self._bench.checkout / commands.script)
+        script = str(self._checkout(commands.script) / commands.script)
         given = [script, "--cpu", *words]
         limit = self._bench.seconds
         ended = try_job(commands.ranks, "megatron_zb.launch", given, limit, Kind.MEGATRON_LM)
