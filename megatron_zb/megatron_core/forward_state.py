@@ -39,6 +39,9 @@ _OF_MODELS = ("megatron.core.transformer", "megatron.core.models", "megatron.cor
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
+LEARNED_FROM = 8
+"""Forwards of a chunk, in its first step, that show what changes: each costs a walk through it."""
+
 Entries = MutableMapping[Any, Any]
 _Key = tuple[int, Any]
 
@@ -55,8 +58,9 @@ class ForwardState:
         (self.model,) = unwrap_model([chunk])
         self._forward_step = forward_step
         self._places: dict[_Key, Place] = {}
+        self._forwards = 0
         self.is_known = False
-        """Whether the forwards of a step have shown all places."""
+        """Whether forwards have shown all places."""
 
     @property
     def places(self) -> list[Place]:
@@ -78,6 +82,8 @@ class ForwardState:
                     watches.enter_context(place.watching())
             yield record
         record += filter(_is_recorded, self._learned(before))
+        self._forwards += 1
+        self.is_known = self._forwards >= LEARNED_FROM
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -107,6 +113,7 @@ class ForwardState:
             if saved.is_changed:
                 place = self._places.setdefault(key, saved.place)
                 place.is_changed_in_place |= saved.is_same_object
+                place.changes += 1
         found = [before.values[key] for key in self._places if key in before.values]
         for saved in found:
             saved.place = self._places[saved.place.key]
@@ -195,7 +202,8 @@ def _refuse_users_state(step: Step, places: Sequence[Place], refusal: str) -> No
 
     Collective over the pipeline.
     """
-    own = next((p.label for p in places if p.is_of_user and p.is_state), None)
+    updated = (p for p in places if p.is_of_user and p.is_state and p.changes > 1)
+    own = next((place.label for place in updated), None)
     everyone: list[str | None] = [None] * step.pg_collection.pp.size()
     dist.all_gather_object(everyone, own, group=step.pg_collection.pp)
     label = next(filter(None, everyone), None)

@@ -41,6 +41,8 @@ class Place:
     holder: Any = None
     is_changed_in_place: bool = False
     is_read: bool | None = None
+    changes: int = 0
+    """Number of forwards that were seen to change it; a cache changes once."""
 
     @property
     def key(self) -> tuple[int, Any]:

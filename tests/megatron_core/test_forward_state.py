@@ -149,6 +149,7 @@ def refusal_of_first_step(case: GPTCase) -> str:
         ("new average", "decoder.layers.0.mlp.average"),
         ("object with state", "a hook of decoder.layers.0.mlp.tracker.total"),
         ("scratch", None),
+        ("cache", None),
     ],
 )
 def test_a_users_state_is_refused_with_slices(

@@ -80,7 +80,15 @@ CASES = {
             ("recompute_num_layers", 1),
         )
     ),
-    "hybrid": GPTCase(hybrid="M*-E", options=(*EXPERTS.items(), ("mamba_num_heads", 4))),
+    "hybrid": GPTCase(
+        hybrid="M*-E",
+        options=(
+            *EXPERTS.items(),
+            ("mamba_state_dim", 8),
+            ("mamba_head_dim", 8),
+            ("mamba_num_groups", 2),
+        ),
+    ),
 }
 
 

@@ -376,6 +376,18 @@ def scratch(layer: Any) -> None:
     layer.mlp.register_forward_hook(keep)
 
 
+def cache(layer: Any) -> None:
+    """A mask that the first forward makes."""
+    layer.mlp.mask = None
+
+    def keep(module: Any, _inputs: Any, output: Any) -> Any:
+        if module.mask is None:
+            module.mask = torch.ones(output[0].shape[-1], dtype=output[0].dtype)
+        return output[0] * module.mask, *output[1:]
+
+    layer.mlp.register_forward_hook(keep)
+
+
 STATEFUL: dict[str, Change] = {
     "running average": running_average,
     "new average": new_average,
@@ -383,6 +395,7 @@ STATEFUL: dict[str, Change] = {
     "history": history,
     "object with state": object_with_state,
     "scratch": scratch,
+    "cache": cache,
 }
 """Those whose forwards read what earlier ones of their layer have left."""
 OTHERS |= STATEFUL | {"global counter": global_counter}
