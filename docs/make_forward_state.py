@@ -74,7 +74,9 @@ def _table() -> list[str]:
         with path.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
                 name = f"`{row['module']}.{row['attribute']}`"
-                verdict = [row[feature] or "-" for feature in FEATURES]
+                # models that do not run with a feature say nothing where others do
+                verdict = [row[feature].removesuffix("/refused") for feature in FEATURES]
+                verdict = [found.removeprefix("refused/") or "-" for found in verdict]
                 rows.setdefault((name, row["kind"], row["changed"], *verdict), []).append(path.stem)
     head = ("value", "kind", "changed", *FEATURES, "Megatron-LM")
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
