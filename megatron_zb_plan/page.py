@@ -29,7 +29,7 @@ from megatron_zb_plan import table
 from megatron_zb_plan.chart import Axis, Point, points
 from megatron_zb_plan.from_profile import MeasuredRow, ProfileRequest
 from megatron_zb_plan.prediction import Prediction
-from megatron_zb_plan.reasons import reason
+from megatron_zb_plan.reasons import of_given, reason
 from megatron_zb_plan.search import Plan
 from megatron_zb_plan.strategy import MEGATRON_1F1B
 from megatron_zb_plan.table import flags
@@ -215,7 +215,7 @@ def save_plan(path: Path, plan: Plan) -> None:
             "title": f"{job.model.name} on {job.gpus} {job.device.name} - megatron_zb",
             "job": job,
             "memory": gib(job.memory),
-            "rows": [_row(plan, place, index) for place, index in table.places(plan)],
+            "rows": _rows(plan),
             "parts": _parts(plan),
             "missing": plan.nothing_for,
             **_chart(plan),
@@ -235,8 +235,19 @@ def _chart(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _row(plan: Plan, place: int, index: int) -> dict[str, Any]:
-    row, job = plan.ranked[index], plan.job
+def _rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return all rows; the run as given comes first."""
+    ranked = [
+        _row(plan, str(place), plan.ranked[index], reason(plan, index))
+        for place, index in table.places(plan)
+    ]
+    if plan.given is None:
+        return ranked
+    return [_row(plan, table.GIVEN, plan.given, of_given(plan) or ""), *ranked]
+
+
+def _row(plan: Plan, place: str, row: Prediction, why: str) -> dict[str, Any]:
+    job = plan.job
     return {
         "place": place,
         "name": table.name_in(plan, row),
@@ -249,7 +260,7 @@ def _row(plan: Plan, place: int, index: int) -> dict[str, Any]:
         "share": min(1.0, row.memory.total / job.memory),
         "rank": row.memory.rank,
         "sizes": _sizes(row, job.memory),
-        "reason": reason(plan, index),
+        "reason": why,
         "flags": " \\\n  ".join(flags(row, job.global_batch)),
     }
 
