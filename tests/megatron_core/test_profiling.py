@@ -499,14 +499,14 @@ def test_a_run_that_is_too_short_for_its_profile_says_what_is_missing(
     ranks: RankPools, iterations: int, left: int | None, m: int, said: str
 ) -> None:
     """Once, on the first rank."""
-    run = {"iterations": iterations, "left": left, "m": m}
+    run: dict[str, Any] = {"iterations": iterations, "left": left, "m": m}
     found = ranks(2).run(said_in_a_run, pipeline=(Path("profile.yaml"), None), **run)
     assert found == [[f"megatron_zb: {said}"], []]
 
 
 def test_a_run_of_a_whole_profile_misses_nothing(ranks: RankPools, tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
-    run = {"iterations": ITERATIONS, "left": ITERATIONS}
+    run: dict[str, Any] = {"iterations": ITERATIONS, "left": ITERATIONS}
     found = ranks(2).run(said_in_a_run, pipeline=(path, None), **run)
     assert found == [[f"megatron_zb: the profile is in {path}"], []]
 

@@ -277,7 +277,7 @@ def test_the_watchdog_tells_what_a_rank_waits_for(
     held_up: dict[str, Any] = {"kind": PassKind(kind), "rank": rank, "count": count}
     said = ranks(2).run(words_while_held_up, case=GPTCase(), **held_up)
     assert f"is in {doing}, microbatch j" in said[rank]
-    source = f"from pipeline rank {rank} in schedule order"
+    source = f"from pipeline rank {rank}"
     assert f"waits for {waits}, microbatch j, {source}" in said[1 - rank]
 
 
