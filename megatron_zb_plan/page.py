@@ -8,7 +8,7 @@ each has the number of its row beside it and the row's words as its title.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,6 +223,7 @@ def save_plan(path: Path, plan: Plan) -> None:
             "pictures": _pictures(plan),
             "explorer": _explorer(plan),
         },
+        of_job=True,
     )
 
 
@@ -311,8 +312,8 @@ def _pictures(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _picture(row: Prediction, place: int) -> dict[str, Any]:
-    timeline = row.timeline
-    assert timeline is not None
+    assert row.timeline is not None
+    timeline = replace(row.timeline, of_job=True)
     peak, baseline = worst_of(memory_lines(timeline)).peak, one_f_one_b_peak(timeline)
     name = f"{place}. {row.name}: {table.setting_of(row)}"
     return {
@@ -358,7 +359,10 @@ def save_measured_plan(
     Raises:
         UsageError: the file cannot be written, or jinja2 is missing.
     """
-    best = {f"{place}. {row.name}": row.timeline for place, row in enumerate(found, 1)}
+    best = {
+        f"{place}. {row.name}": replace(row.timeline, of_job=True)
+        for place, row in enumerate(found, 1)
+    }
     html_run.write_run(
         path,
         asked.profile,

@@ -20,7 +20,7 @@ from megatron_zb.schedules.kinds import (
     Home,
     Kind,
 )
-from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
+from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.stage_costs import Priced, StageCosts
 from megatron_zb.schedules.task_graph import Row, TaskGraph

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_zb.schedules.kinds import At, Due, Home, Kind, Need
-from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
+from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import Moment, Rules, Sizes
 from megatron_zb.schedules.task_graph import Row, TaskGraph
