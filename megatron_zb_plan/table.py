@@ -261,18 +261,16 @@ def _speed(plan: Plan, shown: list[tuple[int, int]]) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for place, row in rows:
         more = gain(plan, row)
-        table.add_row(
-            place,
-            name_in(plan, row),
-            setting_of(row),
+        cells = [
             f"{row.tokens_per_gpu:.0f}",
             *([] if more is None else ["" if row is given else f"{more:+.1%}"]),
             f"{row.mfu:.1%}",
             f"{row.bubble:.1%}",
             f"{row.memory.total / GIB:.1f}",
             *[_percent_gain(plan, row)] * has_sharded,
-            style="bold" if place == "1" else None,
-        )
+        ]
+        style = "bold" if place == "1" else None
+        table.add_row(place, name_in(plan, row), setting_of(row), *cells, style=style)
     return table
 
 
