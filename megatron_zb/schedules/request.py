@@ -244,10 +244,10 @@ class Request:
         rank = max(range(len(short)), key=short.__getitem__)
         if short[rank] > 1e-9 * (1 + needed[rank]):
             given, smallest = self.limit.said(needed[rank], rank, self.costs)
-            of_job = placement.pipeline_rank(rank)
-            other = f" (Megatron's pipeline rank {of_job})" if placement.mirrored else ""
+            of_job = f" (Megatron's pipeline rank {placement.pipeline_rank(rank)})"
+            named = f"{rank}{of_job if placement.mirrored else ''}"
             raise LimitTooSmall(
-                f"{name} cannot keep the memory limit of {given}: rank {rank}{other} needs at "
-                f"least {smallest}",
+                f"{name} cannot keep the memory limit of {given}: rank {named} needs at least "
+                f"{smallest}",
                 needed[rank],
             )
