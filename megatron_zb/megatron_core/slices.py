@@ -457,9 +457,6 @@ class SlicedReading:
         """Read the microbatch of a slice ahead of the user's forward step, if it is the next one.
 
         A refusal then ends no context manager of the forward step.
-
-        Raises:
-            UsageError: as :class:`SlicedReading`.
         """
         j, i = divmod(self._read, len(self.borders) - 1)
         if unit == self._read and i == 0 and not self._ahead:
