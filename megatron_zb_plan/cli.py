@@ -44,6 +44,8 @@ examples:
       --tokens 1B                         the same for a library: GPUs of each candidate, hours
 
 the table:
+  =              the run of the arguments of a training as they give it, with Megatron's defaults
+  gain           tokens per second that a row has more than that run
   tok/s/GPU      tokens of the whole iteration, with the optimizer's step and its reductions
   MFU            FLOPs that training needs over the data sheet's; recomputation does not count
   bubble         share of the pipeline's time in which ranks run no pass
@@ -382,7 +384,8 @@ class _Progress:
             self._bar.update(self._task, description=text, completed=done, total=of)
         elif is_due and text:
             self._next = time.monotonic() + self.EVERY
-            print(f"plan: looking at {text} ({done + 1} of {of})", file=sys.stderr, flush=True)
+            place = f"{min(done + 1, of)} of {of}"
+            print(f"plan: looking at {text} ({place})", file=sys.stderr, flush=True)
 
 
 # --- flags

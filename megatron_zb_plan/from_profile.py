@@ -126,12 +126,13 @@ class MeasuredRow(PlanRow):
     @property
     def activation_bytes(self) -> float:
         """Most bytes of activations and messages on any rank."""
-        return self._peaks[self.rank]
+        return max(self._peaks)
 
     @property
     def rank(self) -> int:
-        """The rank that holds the most."""
-        return max(range(len(self._peaks)), key=self._peaks.__getitem__)
+        """Megatron's pipeline rank that holds the most."""
+        rank = max(range(len(self._peaks)), key=self._peaks.__getitem__)
+        return self.timeline.schedule.placement.pipeline_rank(rank)
 
     @property
     def name(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 from typing import Any
 
 from pydantic import ValidationError
@@ -182,8 +183,83 @@ def model_of(args: argparse.Namespace) -> ModelConfig:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         reason = str(first.get("ctx", {}).get("error", first["msg"]))
-        where = "".join(f"{part}: " for part in first["loc"][-1:])
-        raise UsageError(f"{NAME} cannot be planned: {where}{reason}") from error
+        path = ".".join(map(str, first["loc"]))
+        where = f"{_flag(path) or path}: " if path else ""
+        raise UsageError(f"{NAME} cannot be planned: {where}{_with_flags(reason)}") from error
+
+
+# Megatron-LM's flags for fields of a model, by the last part of a field's path, or more of it.
+_FLAGS = {
+    "layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "ffn_hidden_size": "--ffn-hidden-size",
+    "attention_heads": "--num-attention-heads",
+    "query_groups": "--num-query-groups",
+    "head_dim": "--kv-channels",
+    "norm_epsilon": "--norm-epsilon",
+    "gated_mlp": "--swiglu",
+    "squared_relu": "--squared-relu",
+    "rotary": "--position-embedding-type rope",
+    "rope": "--position-embedding-type rope",
+    "base": "--rotary-base",
+    "yarn": "--rope-type yarn",
+    "factor": "--rotary-scaling-factor",
+    "mscale": "--mscale",
+    "mscale_all_dim": "--mscale-all-dim",
+    "scaling": "--use-rope-scaling",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern",
+    "mamba": "--mamba-num-heads",
+    "heads": "--mamba-num-heads",
+    "mamba.head_dim": "--mamba-head-dim",
+    "mamba.groups": "--mamba-num-groups",
+    "state_dim": "--mamba-state-dim",
+    "vocabulary": "--padded-vocab-size",
+    "sequence_length": "--seq-length",
+    "global_batch_size": "--global-batch-size",
+    "experts": "--num-experts",
+    "top_k": "--moe-router-topk",
+    "shared_ffn_hidden_size": "--moe-shared-expert-intermediate-size",
+    "dense_layers": "--moe-layer-freq",
+    "score_function": "--moe-router-score-function",
+    "groups": "--moe-router-num-groups",
+    "top_k_groups": "--moe-router-group-topk",
+    "scaling_factor": "--moe-router-topk-scaling-factor",
+    "bias_update_rate": "--moe-router-bias-update-rate",
+    "balancing": "--moe-router-load-balancing-type",
+    "aux_loss_coefficient": "--moe-aux-loss-coeff",
+    "latent_attention": "--multi-latent-attention",
+    "query_rank": "--q-lora-rank",
+    "kv_rank": "--kv-lora-rank",
+    "nope_head_dim": "--qk-head-dim",
+    "rope_head_dim": "--qk-pos-emb-head-dim",
+    "value_head_dim": "--v-head-dim",
+    "prediction_layers": "--mtp-num-layers",
+    "prediction_loss_scale": "--mtp-loss-scaling-factor",
+}
+# A field's name: with an underscore or a dot anywhere, else only where it stands as one.
+_FIELD = re.compile(
+    r"(?P<name>\b[a-z]+(?:[._][a-z]+)+|\b[a-z]+(?=:| \d| is )|^[a-z]+(?= and ))"
+    r"(?P<colon>: (?=\d|sigmoid))?"
+)
+
+
+def _flag(path: str) -> str | None:
+    """Return the flag for a field, None if there is none."""
+    parts = path.split(".")
+    return _FLAGS.get(".".join(parts[-2:])) or _FLAGS.get(parts[-1])
+
+
+def _with_flags(reason: str) -> str:
+    """Return what is wrong with a model's fields in the flags of Megatron-LM."""
+    section = "mamba." if "mamba." in reason else ""
+
+    def flag(found: re.Match[str]) -> str:
+        given = _flag(section + found["name"])
+        if given is None:
+            return found[0]
+        return f"{given} " if found["colon"] else given
+
+    return _FIELD.sub(flag, reason.replace("rotary: {base: 10000}", "rotary.rope"))
 
 
 def _fields(args: argparse.Namespace) -> dict[str, Any]:

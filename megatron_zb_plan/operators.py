@@ -169,6 +169,7 @@ def model_flops(
 # --- recomputation --------------------------------------------------------------------------------
 
 RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE_FLAG = "--recompute"
 
 
 @dataclass(frozen=True)
@@ -212,27 +213,30 @@ def recomputed(model: ModelConfig, index: int, recompute: str) -> Recomputed:
     return sum(parts, Recomputed())
 
 
-def check_recomputation(model: ModelConfig, recompute: str) -> None:
-    """Check one kind of recomputation of ``--recompute``.
+def check_recomputation(model: ModelConfig, recompute: str, flag: str = RECOMPUTE_FLAG) -> None:
+    """Check one kind of recomputation, which the user gives by a flag.
 
     Raises:
         UsageError: it is unknown, or the model has no such modules.
     """
     if recompute in RECOMPUTE:
         return
-    names = modules_of(recompute)
+    names, is_plans = modules_of(recompute), flag == RECOMPUTE_FLAG
     if unknown := [name for name in names if name not in MODULES]:
+        known = f"{','.join(RECOMPUTE)}, or modules joined by +, of {','.join(MODULES)}"
         raise UsageError(
-            f"--recompute '{unknown[0]}' is unknown: give one or more of {','.join(RECOMPUTE)}, "
-            f"or modules joined by +, of {','.join(MODULES)}"
+            f"{flag} '{unknown[0]}' is unknown: give one or more of "
+            f"{known if is_plans else ' '.join(MODULES)}"
         )
     if len(set(names)) < len(names):
-        raise UsageError(f"--recompute {recompute} names a module twice: leave one out")
+        given = recompute if is_plans else " ".join(names)
+        raise UsageError(f"{flag} {given} names a module twice: leave one out")
     for name in names:
         layers = range(model.layers)
         if not any(recomputed(model, index, name) != Recomputed() for index in layers):
             raise UsageError(
-                f"--recompute {name}: {model.name} has no such modules: leave it out, or give none"
+                f"{flag} {name}: {model.name} has no such modules: leave it out"
+                f"{', or give none' if is_plans else ''}"
             )
 
 

@@ -8,7 +8,7 @@ each has the number of its row beside it and the row's words as its title.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from megatron_zb_plan import table
 from megatron_zb_plan.chart import Axis, Point, points
 from megatron_zb_plan.from_profile import MeasuredRow, ProfileRequest
 from megatron_zb_plan.prediction import Prediction
-from megatron_zb_plan.reasons import reason
+from megatron_zb_plan.reasons import of_given, reason
 from megatron_zb_plan.search import Plan
 from megatron_zb_plan.strategy import MEGATRON_1F1B
 from megatron_zb_plan.table import flags
@@ -215,7 +215,7 @@ def save_plan(path: Path, plan: Plan) -> None:
             "title": f"{job.model.name} on {job.gpus} {job.device.name} - megatron_zb",
             "job": job,
             "memory": gib(job.memory),
-            "rows": [_row(plan, place, index) for place, index in table.places(plan)],
+            "rows": _rows(plan),
             "parts": _parts(plan),
             "missing": plan.nothing_for,
             **_chart(plan),
@@ -223,6 +223,7 @@ def save_plan(path: Path, plan: Plan) -> None:
             "pictures": _pictures(plan),
             "explorer": _explorer(plan),
         },
+        of_job=True,
     )
 
 
@@ -235,8 +236,19 @@ def _chart(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _row(plan: Plan, place: int, index: int) -> dict[str, Any]:
-    row, job = plan.ranked[index], plan.job
+def _rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return all rows; the run as given comes first."""
+    ranked = [
+        _row(plan, str(place), plan.ranked[index], reason(plan, index))
+        for place, index in table.places(plan)
+    ]
+    if plan.given is None:
+        return ranked
+    return [_row(plan, table.GIVEN, plan.given, of_given(plan) or ""), *ranked]
+
+
+def _row(plan: Plan, place: str, row: Prediction, why: str) -> dict[str, Any]:
+    job = plan.job
     return {
         "place": place,
         "name": table.name_in(plan, row),
@@ -249,7 +261,7 @@ def _row(plan: Plan, place: int, index: int) -> dict[str, Any]:
         "share": min(1.0, row.memory.total / job.memory),
         "rank": row.memory.rank,
         "sizes": _sizes(row, job.memory),
-        "reason": reason(plan, index),
+        "reason": why,
         "flags": " \\\n  ".join(flags(row, job.global_batch)),
     }
 
@@ -300,8 +312,8 @@ def _pictures(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _picture(row: Prediction, place: int) -> dict[str, Any]:
-    timeline = row.timeline
-    assert timeline is not None
+    assert row.timeline is not None
+    timeline = replace(row.timeline, of_job=True)
     peak, baseline = worst_of(memory_lines(timeline)).peak, one_f_one_b_peak(timeline)
     name = f"{place}. {row.name}: {table.setting_of(row)}"
     return {
@@ -347,7 +359,10 @@ def save_measured_plan(
     Raises:
         UsageError: the file cannot be written, or jinja2 is missing.
     """
-    best = {f"{place}. {row.name}": row.timeline for place, row in enumerate(found, 1)}
+    best = {
+        f"{place}. {row.name}": replace(row.timeline, of_job=True)
+        for place, row in enumerate(found, 1)
+    }
     html_run.write_run(
         path,
         asked.profile,

@@ -106,7 +106,10 @@ def _share(schedule: Schedule, units: Collection[tuple[int, int]]) -> float:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank at its peak; ``weight_queue`` is what W still needs after B."""
+    """Bytes of one of Megatron's pipeline ranks at its peak.
+
+    ``weight_queue`` is what W still needs after B.
+    """
 
     rank: int
     weights: float
@@ -159,7 +162,7 @@ def _of_rank(
 ) -> RankMemory:
     states, device = staged.states[rank], staged.load.device
     return RankMemory(
-        rank=rank,
+        rank=staged.placement.pipeline_rank(rank),
         weights=states.weights,
         gradients=states.gradients,
         optimizer=states.optimizer,

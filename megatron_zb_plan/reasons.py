@@ -13,11 +13,14 @@ LITTLE = 0.03
 
 
 def reason(plan: Plan, index: int) -> str:
-    """Explain how the row of an index compares with the first row and with Megatron's best."""
+    """Explain how the row of an index compares with the first row, and with another.
+
+    That is the run as given, if there is one, or else Megatron's best.
+    """
     row, first = plan.ranked[index], plan.ranked[0]
+    beside = _beside_usual(plan, row)
     if len(plan.ranked) == 1:
-        return "the only one that fits"
-    beside = _beside_megatron(plan, row)
+        return f"the only one that fits; {beside}" if plan.given else "the only one that fits"
     if index == 0:
         return f"the fastest; {beside}" if beside else "the fastest"
     slower = first.tokens_per_gpu / row.tokens_per_gpu - 1
@@ -27,6 +30,27 @@ def reason(plan: Plan, index: int) -> str:
         said = f"{slower:.1%} slower than the first: {_largest(first, row)}"
     large = plan.too_large.get(row.candidate)
     return "; ".join(filter(None, (said, beside, str(large) if large else "")))
+
+
+def of_given(plan: Plan) -> str | None:
+    """Describe the run of the arguments beside the first row, or say why there is none."""
+    given, first = plan.given, plan.ranked[0]
+    if given is None:
+        return plan.why_not_given and f"the run as given cannot be planned: {plan.why_not_given}"
+    over = given.memory.total - plan.job.memory
+    large = f"; it needs {gib(over)} more than there are" if over > 0 else ""
+    behind = first.tokens_per_gpu / given.tokens_per_gpu - 1
+    if abs(behind) < _LEVEL:
+        return f"as given; level with the first, {first.candidate}{large}"
+    if behind < 0:
+        return f"as given; {-behind:.1%} faster than the first{large}"
+    return f"as given; {behind:.1%} slower than the first: {_largest(first, given)}{large}"
+
+
+def gain(plan: Plan, row: Prediction) -> float | None:
+    """Return the share of tokens per second that a row has more than the run as given."""
+    given = plan.given
+    return None if given is None else row.tokens_per_gpu / given.tokens_per_gpu - 1
 
 
 def is_named_too(plan: Plan, row: Prediction) -> bool:
@@ -66,15 +90,21 @@ def margin(plan: Plan) -> str:
 
 
 def recommended(plan: Plan) -> str | None:
-    """Return the schedule that is worth a change from Megatron's own; None where none is."""
+    """Return the schedule that is worth a change; None where none is.
+
+    The change is from the run as given, if there is one, and from Megatron's own schedules.
+    """
     first, own = plan.ranked[0], _best_own(plan)
-    if own is not None and first.tokens_per_gpu < own.tokens_per_gpu * (1 + WORTH_A_CHANGE):
-        return None
+    for other in filter(None, (plan.given, own)):
+        if first.tokens_per_gpu < other.tokens_per_gpu * (1 + WORTH_A_CHANGE):
+            return None
     return first.family
 
 
 def recommendation(plan: Plan) -> str:
     """Return the recommendation of what to run, in one sentence."""
+    if plan.given is not None:
+        return _instead_of_given(plan, plan.given)
     first, own = plan.ranked[0], _best_own(plan)
     if own is None:
         return f"run {_said(first)}: nothing of Megatron-LM's own fits"
@@ -84,6 +114,24 @@ def recommendation(plan: Plan) -> str:
     if recommended(plan) is None:
         return f"keep {own.candidate}: {first.family} is ahead of it by only {lead:.1%}"
     return f"run {_said(first)}: {lead:.1%} more tokens per second than {own.candidate}"
+
+
+def _instead_of_given(plan: Plan, given: Prediction) -> str:
+    """Recommend the first row, or one of Megatron's own that is as good, or the run as given."""
+    best, own, fits = plan.ranked[0], _best_own(plan), given.memory.total <= plan.job.memory
+    if own is not None and best.tokens_per_gpu < own.tokens_per_gpu * (1 + WORTH_A_CHANGE):
+        best = own
+    named = best.candidate if best.megatron else _said(best)
+    lead = best.tokens_per_gpu / given.tokens_per_gpu - 1
+    if lead < 0 and not fits:
+        return f"run {named}: the run as given, {given.candidate}, does not fit"
+    if lead < WORTH_A_CHANGE and fits:
+        return (
+            f"keep the run as given, {given.candidate}: {named} is ahead of it by only {lead:.1%}"
+        )
+    return (
+        f"run {named}: {lead:.1%} more tokens per second than the run as given, {given.candidate}"
+    )
 
 
 def _said(row: Prediction) -> str:
@@ -152,7 +200,11 @@ def _best_own(plan: Plan) -> Prediction | None:
     return next((row for row in plan.ranked if row.megatron), None)
 
 
-def _beside_megatron(plan: Plan, row: Prediction) -> str:
+def _beside_usual(plan: Plan, row: Prediction) -> str:
+    if (more := gain(plan, row)) is not None:
+        if abs(more) < _LEVEL:
+            return "level with the run as given"
+        return f"{abs(more):.1%} {'faster' if more > 0 else 'slower'} than the run as given"
     best = _best_own(plan)
     if best is None or row.megatron:
         return ""

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.parsing import flag_of, size_in_bytes
 from megatron_zb.schedules.slices import LEAST_TOKENS, MOST_SLICES, least_tokens
 from megatron_zb_plan.device import DeviceConfig, read_device
+from megatron_zb_plan.given_run import GivenRun
 from megatron_zb_plan.model import ModelConfig, read_model
-from megatron_zb_plan.operators import check_recomputation
+from megatron_zb_plan.operators import RECOMPUTE_FLAG, check_recomputation
 from megatron_zb_plan.settings import PlanJob
 from megatron_zb_plan.slices import with_slices
 from megatron_zb_plan.strategy import (
@@ -37,14 +40,25 @@ _OF_EXPERTS = {
     "expert": "expert_model_parallel_size",
     "expert_tensor": "expert_tensor_parallel_size",
 }
+_CHOICES = {"micro_batch_size": "microbatch"}
+"""Names in :class:`Choices` that are not those of plan's arguments."""
 
 
-def read_training(
-    words: Sequence[str], *, sliced: bool = False
-) -> tuple[ModelConfig, dict[str, str]]:
-    """Return the model of a training's arguments, and the sizes that they give, by plan's names.
+class Training(NamedTuple):
+    """The arguments of a training: their model, and the sizes that they give.
 
-    What the arguments leave out is left to the plan.
+    ``sizes`` and the ``flags`` that give them are by the names of plan's arguments. What the
+    arguments leave out is left to the plan.
+    """
+
+    args: argparse.Namespace
+    model: ModelConfig
+    sizes: dict[str, str]
+    flags: dict[str, str]
+
+
+def read_training(words: Sequence[str], *, sliced: bool = False) -> Training:
+    """Read the arguments of a training.
 
     Raises:
         UsageError: an argument is unknown or wrong, or the planner cannot count it; with slices,
@@ -66,24 +80,32 @@ def read_training(
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     given = parser.parse_args(list(words))  # only what the words give, also where it is a default
-    return model, _sizes(given, has_experts=model.experts is not None)
+    sizes, flags = _sizes(given, has_experts=model.experts is not None)
+    return Training(args, model, sizes, flags)
 
 
-def _sizes(given: argparse.Namespace, *, has_experts: bool) -> dict[str, str]:
+def _sizes(
+    given: argparse.Namespace, *, has_experts: bool
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the sizes that arguments give, and the flags that give them."""
     names = {**_SIZES, **(_OF_EXPERTS if has_experts else {})}
     slicing = getattr(given, "pipeline_slices", None)
     if slicing is not None and str(slicing) != str(slicing.slices):
         raise UsageError(
             f"--pipeline-slices {slicing}: slices of a plan have equal lengths: give their number"
         )
-    out = {name: str(getattr(given, of)) for name, of in names.items() if hasattr(given, of)}
+    names = {name: of for name, of in names.items() if hasattr(given, of)}
+    out = {name: str(getattr(given, of)) for name, of in names.items()}
+    flags = {name: flag_of(of) for name, of in names.items()}
     granularity = getattr(given, "recompute_granularity", None)
     if granularity is not None or hasattr(given, "recompute_activations"):
         modules = getattr(given, "recompute_modules", None) if granularity == "selective" else None
         out["recompute"] = "+".join(modules) if modules else granularity or "selective"
+        of = "recompute_granularity" if granularity else "recompute_activations"
+        flags["recompute"] = flag_of("recompute_modules" if modules else of)
     if hasattr(given, "fp8"):
-        out["precision"] = "fp8"
-    return out
+        out["precision"], flags["precision"] = "fp8", "--fp8-format"
+    return out, flags
 
 
 _MOST_GPUS = 65_536
@@ -96,7 +118,9 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
     Raises:
         UsageError: a file, a field or an argument is wrong.
     """
-    model = _model(arguments)
+    training = _training(arguments)
+    model = _model(arguments) if training is None else training.model
+    flags = {} if training is None else _take_sizes(arguments, training)
     asked = _USUAL_DEVICE if arguments.device is None else arguments.device
     device = read_device(path_of("--device", "devices", asked))
     if arguments.gpu_memory is not None:
@@ -118,7 +142,7 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
             model.sequence_length if arguments.seq_length is None else arguments.seq_length,
             4096,
         ),
-        choices=_choices(arguments, model, device),
+        choices=_choices(arguments, model, device, flags),
         post_validation=arguments.post_validation,
         snapshot=arguments.snapshot,
         vocabulary=arguments.vocabulary or "auto",
@@ -126,6 +150,8 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
         offloads=_may_offload(arguments, device),
         frozen=arguments.lora is not None,
     )
+    if training is not None:
+        job = _with_given(job, training)
     _whole("--tries", arguments.tries, 3)
     _whole("--top", arguments.top, 8)
     names = None if arguments.schedules is None else names_in(arguments.schedules)
@@ -205,22 +231,45 @@ def check_only_measured(arguments: argparse.Namespace) -> None:
 
 
 def _model(arguments: argparse.Namespace) -> ModelConfig:
-    """Return the model that is planned; sizes that a training's arguments give become choices."""
+    return read_model(path_of("--config", "models", arguments.config))
+
+
+def _training(arguments: argparse.Namespace) -> Training | None:
+    """Return the training whose arguments are given in place of a model."""
     _check_given(arguments)
     if not arguments.words:
-        return read_model(path_of("--config", "models", arguments.config))
+        return None
     if arguments.config is not None:
         raise UsageError(
             f"--config and the arguments of a training, {arguments.words[0]} first, both describe "
             "a model: leave one out"
         )
+    return read_training(arguments.words, sliced=arguments.slices not in (None, "1"))
 
-    sliced = arguments.slices not in (None, "1")
-    model, sizes = read_training(arguments.words, sliced=sliced)
-    for name, value in sizes.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    return model
+
+def _take_sizes(arguments: argparse.Namespace, training: Training) -> dict[str, str]:
+    """Let sizes of a training become those of the plan; return the flags that gave them."""
+    taken = [name for name in training.sizes if getattr(arguments, name) is None]
+    for name in taken:
+        setattr(arguments, name, training.sizes[name])
+    return {name: training.flags[name] for name in taken}
+
+
+def _with_given(job: PlanJob, training: Training) -> PlanJob:
+    """Add the run of a training's arguments to a job, or why there is none."""
+    flags = {_CHOICES.get(n, n): flag_of(of) for n, of in {**_SIZES, **_OF_EXPERTS}.items()}
+    choices = replace(
+        job.choices,
+        recompute=(training.sizes.get("recompute", "none"),),
+        precision=training.sizes.get("precision", "bf16"),
+        flags={**flags, **training.flags},
+    )
+    sizes = job.gpus, job.global_batch
+    try:
+        given = GivenRun.of(training.args, job.model, job.device, sizes, choices)
+    except UsageError as error:
+        return replace(job, why_not_given=str(error))
+    return replace(job, given=given)
 
 
 def _check_given(arguments: argparse.Namespace) -> None:
@@ -242,11 +291,12 @@ def _whole(flag: str, value: int, example: int, most: int = 10_000_000) -> int:
     return value
 
 
-def _check_precision(precision: str, device: DeviceConfig) -> str:
+def _check_precision(precision: str, device: DeviceConfig, flag: str | None) -> str:
     if precision == "fp8" and device.fp8_products is None:
+        instead = f"leave {flag} out" if flag else "give --precision bf16"
         raise UsageError(
-            f"--precision fp8: the description of {device.name} has no fp8_products: give "
-            "--precision bf16, or a device that has them, such as --device h100_sxm"
+            f"{flag or '--precision fp8'}: the description of {device.name} has no fp8_products: "
+            f"{instead}, or give a device that has them, such as --device h100_sxm"
         )
     return precision
 
@@ -271,27 +321,36 @@ def _check_experts(arguments: argparse.Namespace, model: ModelConfig) -> None:
             )
 
 
-def _choices(arguments: argparse.Namespace, model: ModelConfig, device: DeviceConfig) -> Choices:
+def _choices(
+    arguments: argparse.Namespace, model: ModelConfig, device: DeviceConfig, flags: dict[str, str]
+) -> Choices:
+    """Return the choices; ``flags`` are the arguments of a training that gave some of them."""
     _check_experts(arguments, model)
     recompute = None
     if arguments.recompute is not None:
         recompute = tuple(part.strip() for part in arguments.recompute.split(","))
         for kind in recompute:
-            check_recomputation(model, kind)
+            check_recomputation(model, kind, flags.get("recompute", RECOMPUTE_FLAG))
+
+    def numbers(name: str) -> tuple[int, ...] | None:
+        return _numbers(flags.get(name, flag_of(name)), getattr(arguments, name))
+
+    precision = arguments.precision or "bf16"
     return Choices(
-        tensor=_numbers("--tensor", arguments.tensor),
-        pipeline=_numbers("--pipeline", arguments.pipeline),
-        microbatch=_numbers("--micro-batch-size", arguments.micro_batch_size),
+        tensor=numbers("tensor"),
+        pipeline=numbers("pipeline"),
+        microbatch=numbers("micro_batch_size"),
         recompute=recompute,
-        context=_numbers("--context", arguments.context),
-        expert=_numbers("--expert", arguments.expert),
-        expert_tensor=_numbers("--expert-tensor", arguments.expert_tensor),
-        precision=_check_precision(arguments.precision or "bf16", device),
+        context=numbers("context"),
+        expert=numbers("expert"),
+        expert_tensor=numbers("expert_tensor"),
+        precision=_check_precision(precision, device, flags.get("precision")),
         slices=_slices(arguments.slices),
         slice_tokens=least_tokens(model.hidden_size)
         if arguments.slice_tokens is None
         else _whole("--slice-tokens", arguments.slice_tokens, LEAST_TOKENS),
         overlap=not arguments.no_overlap_data_parallel,
+        flags={_CHOICES.get(name, name): flag for name, flag in flags.items()},
     )
 
 

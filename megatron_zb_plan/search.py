@@ -29,6 +29,7 @@ from megatron_zb_plan.strategy import (
     of_overlap,
     with_those_of_auto,
 )
+from megatron_zb_plan.work import Workload
 from megatron_zb_plan.workers import Each
 
 WORTH_A_CHANGE = 0.01  # of the tokens per second; predictions are not better than that
@@ -171,6 +172,8 @@ class Plan:
         sharded: the best with vocabulary parallelism, in the table or not.
         recompute_or_offload: the best that recomputes or offloads activations.
         all_kept: the best of ``auto`` that does neither.
+        given: the run of the arguments, whether it fits or not; None without one.
+        why_not_given: why there is none.
     """
 
     job: PlanJob
@@ -183,6 +186,8 @@ class Plan:
     sharded: Prediction | None = None
     recompute_or_offload: Prediction | None = None
     all_kept: Prediction | None = None
+    given: Prediction | None = None
+    why_not_given: str = ""
 
 
 def search(
@@ -209,7 +214,22 @@ def search(
     asked = [candidate.name for candidate in candidates]
     found = _CountedSearch(_Looking(CountedSettings.of(job), tries), asked, watch, each)
     found.run(job, candidates)
-    return found.plan()
+    return with_given(found.plan())
+
+
+def with_given(plan: Plan) -> Plan:
+    """Add the prediction for the run of the arguments as they give it."""
+    job, run = plan.job, plan.job.given
+    if run is None:
+        return replace(plan, why_not_given=job.why_not_given)
+    load = Workload(job.model, job.device, run.strategy, job.sequence, job.frozen)
+    m = run.strategy.num_microbatches(job.global_batch)
+    iteration = job.iteration(m, splits=run.candidate.splits)
+    try:
+        order = ordered(run.staged(load), run.candidate, iteration, run.chunks)
+    except UsageError as error:
+        return replace(plan, why_not_given=str(error))
+    return replace(plan, given=order.predicted())
 
 
 @dataclass(frozen=True)

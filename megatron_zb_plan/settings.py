@@ -20,6 +20,7 @@ from megatron_zb_plan import byte_counts
 from megatron_zb_plan.byte_counts import ActivationBytes, StateBytes
 from megatron_zb_plan.device import DeviceConfig
 from megatron_zb_plan.encoder import CountedEncoder
+from megatron_zb_plan.given_run import GivenRun
 from megatron_zb_plan.model import ModelConfig
 from megatron_zb_plan.operators import modules_of
 from megatron_zb_plan.prediction import IterationSettings
@@ -192,6 +193,7 @@ class PlanJob:
     schedule of this package ("on"), in none ("off"), or where a schedule is faster by more than
     the error of predictions ("auto"). ``recomputes`` allows ``auto`` to recompute activations, and
     ``offloads`` to offload them to the host. Of a ``frozen`` model only adapters are trained.
+    ``given`` is the run of a training's arguments; ``why_not_given`` says why a plan has none.
     """
 
     model: ModelConfig
@@ -208,6 +210,8 @@ class PlanJob:
     recomputes: bool = False
     offloads: bool = False
     frozen: bool = False
+    given: GivenRun | None = None
+    why_not_given: str = ""
 
     @property
     def name(self) -> str:
@@ -242,7 +246,8 @@ class PlanJob:
         """
         why = why_not_sliced(self.model, post_validation=self.post_validation)
         if self.has_slices and why is not None:
-            raise UsageError(f"--slices: microbatches cannot be cut, because {why}: leave it out")
+            flag = self.choices.flag("slices")
+            raise UsageError(f"{flag}: microbatches cannot be cut, because {why}: leave it out")
 
     def of_single_samples(self, tokens: int) -> PlanJob:
         """Return the job with microbatches of one sample of so many tokens."""
@@ -338,9 +343,9 @@ class CountedSettings:
             raise UsageError(no_strategy_message(*sizes))
         if job.has_slices and all(s.load.strategy.slices == 1 for s in found):
             raise UsageError(
-                f"--slices {','.join(map(str, job.choices.slices))}: no sample of {job.sequence} "
-                "tokens can be cut: slices need a pipeline, --precision bf16, and "
-                f"{job.choices.slice_tokens} tokens on every rank of tensor and context "
+                f"{job.choices.flag('slices')} {','.join(map(str, job.choices.slices))}: no sample "
+                f"of {job.sequence} tokens can be cut: slices need a pipeline, --precision bf16, "
+                f"and {job.choices.slice_tokens} tokens on every rank of tensor and context "
                 "parallelism: give fewer, or --slice-tokens"
             )
         shared = [s.load for s in found if can_be_shared(job.model, s.load.strategy)]

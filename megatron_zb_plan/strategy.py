@@ -6,8 +6,8 @@ The schedules are Megatron's own, as the baselines, and the catalog's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron_zb import schedules
@@ -106,6 +106,7 @@ class Choices:
     """Choices that the user allows; None is everything that fits.
 
     ``slices`` of a microbatch have ``slice_tokens`` tokens at least on each rank that shares them.
+    ``flags`` are the user's arguments for the choices, by name, where they are not those of a plan.
     """
 
     tensor: tuple[int, ...] | None = None
@@ -120,6 +121,11 @@ class Choices:
     sequence_parallel: bool = True
     slices: tuple[int, ...] = (1,)
     slice_tokens: int = LEAST_TOKENS
+    flags: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def flag(self, name: str) -> str:
+        """Return the user's argument for a choice."""
+        return self.flags.get(name) or _FLAGS.get(name) or flag_of(name)
 
 
 def strategies(
@@ -244,13 +250,13 @@ def _experts(
 
 
 def _recompute(model: ModelConfig, asked: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the kinds of recomputation that save memory, and the modules that are requested.
+    """Return the kinds of recomputation that are requested, or else those that save memory.
 
     Recomputing the attention scores saves nothing where they are not stored.
     """
-    useful = [r for r in RECOMPUTE if r != "selective" or not model.flash_attention]
-    modules = [r for r in asked or () if r not in RECOMPUTE]
-    return tuple(r for r in [*useful, *modules] if asked is None or r in asked)
+    if asked is None:
+        return tuple(r for r in RECOMPUTE if r != "selective" or not model.flash_attention)
+    return tuple(dict.fromkeys([*(r for r in RECOMPUTE if r in asked), *asked]))
 
 
 # --- error message for GPUs that cannot be divided as the user asks -------------------------------
@@ -272,15 +278,16 @@ def no_strategy_message(
         possible = {getattr(s, name) for s in strategies(model, device, gpus, global_batch, others)}
         if possible:
             return (
-                f"{_flag(name)} {_listed(getattr(choices, name))} cannot be had for {model.name} "
-                f"on {gpus} GPUs{_rest(asked, name)}: {_flag(name)} can be {_describe(possible)}"
+                f"{choices.flag(name)} {_listed(getattr(choices, name))} cannot be had for "
+                f"{model.name} on {gpus} GPUs{_rest(choices, asked, name)}: {choices.flag(name)} "
+                f"can be {_describe(possible)}"
             )
     problem = (
         f"{gpus} GPUs, a global batch of {global_batch} and the {model.attention_heads} heads and "
         f"{model.layers} layers of {model.name} cannot be divided among one another"
     )
     if asked and _is_possible(strategies(model, device, gpus, global_batch, Choices())):
-        flags = " and ".join(map(_flag, asked))
+        flags = " and ".join(map(choices.flag, asked))
         return f"{problem} with {flags} as given: leave one of them out"
     for batch in _batches(gpus, global_batch):
         if _is_possible(strategies(model, device, gpus, batch, choices)):
@@ -295,12 +302,8 @@ def _is_possible(found: Iterator[Strategy]) -> bool:
     return any(True for _ in found)
 
 
-def _flag(name: str) -> str:
-    return _FLAGS.get(name, flag_of(name))
-
-
-def _rest(asked: list[str], name: str) -> str:
-    others = [_flag(other) for other in asked if other != name]
+def _rest(choices: Choices, asked: list[str], name: str) -> str:
+    others = [choices.flag(other) for other in asked if other != name]
     return f" with {' and '.join(others)} as given" if others else ""
 
 
@@ -440,10 +443,15 @@ def candidates_of(names: Sequence[str] | None, *, overlap: bool = True) -> list[
     ]
     usual = [name for name in schedules.names() if name not in _SELDOM]
     chosen = dict.fromkeys(catalog.family(name).name for name in names or usual)
-    return [*own, *map(_of_family, chosen)]
+    return [*own, *map(of_family, chosen)]
 
 
-def _of_family(name: str) -> ScheduleCandidate:
+def of_family(name: str) -> ScheduleCandidate:
+    """Return a schedule of the catalog.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
     family = catalog.family(name)
     chunks = family.takes_chunks and family.placement is not None
     return ScheduleCandidate(family.name, family.name, chunks)
@@ -458,7 +466,7 @@ def of_overlap() -> ScheduleCandidate:
 
 def sliced(whole: Sequence[ScheduleCandidate], *, named: bool) -> list[ScheduleCandidate]:
     """Return schedules on token slices; unless they are ``named``, also 1F1B and interleaved."""
-    more = [] if named else [*map(_of_family, ("1f1b", "interleaved"))]
+    more = [] if named else [*map(of_family, ("1f1b", "interleaved"))]
     return [
         replace(candidate, name=f"{candidate.name} sliced", is_sliced=True)
         for candidate in (*more, *whole)

@@ -14,9 +14,11 @@ from megatron_zb.schedules.layout import placed_pattern
 from megatron_zb_plan.operators import modules_of
 from megatron_zb_plan.prediction import PlanRow, Prediction, RankMemory, overheads
 from megatron_zb_plan.reasons import (
+    gain,
     is_named_too,
     margin,
     named_as,
+    of_given,
     reason,
     recommendation,
     recommended,
@@ -181,12 +183,15 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
     shown = _shown(plan, top)
     console.print(_speed(plan, shown))
     console.print(_memory(plan, shown))
+    if plan.given is not None:
+        console.print(Text(f"{GIVEN:>2}  {of_given(plan)}"), highlight=False, soft_wrap=True)
     for place, index in shown:
         text = Text(f"{place:>2}  {reason(plan, index)}")
         console.print(text, highlight=False, soft_wrap=True)
     for name, why in plan.nothing_for.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
-    for said in filter(None, (vocabulary(plan), recompute_or_offload_gain(plan))):
+    no_given = of_given(plan) if plan.given is None else None
+    for said in filter(None, (no_given, vocabulary(plan), recompute_or_offload_gain(plan))):
         console.print(Text(f" -  {said}"), highlight=False, soft_wrap=True)
     if (beside := _overheads(plan.ranked[0])) is not None:
         console.print(Text(f" -  {beside}"), highlight=False, soft_wrap=True)
@@ -249,23 +254,34 @@ def _speed(plan: Plan, shown: list[tuple[int, int]]) -> Table:
     table.add_column("#", justify="right")
     table.add_column("schedule", no_wrap=True)
     table.add_column("setting")
-    has_sharded = any(plan.ranked[index].vocabulary_parallel for _, index in shown)
-    for title in ("tok/s/GPU", "MFU", "bubble", "GiB", *["cut"] * has_sharded):
+    rows, given = _rows(plan, shown), plan.given
+    has_sharded = any(row.vocabulary_parallel for _, row in rows)
+    of_given = ["gain"] if given is not None else []
+    for title in ("tok/s/GPU", *of_given, "MFU", "bubble", "GiB", *["cut"] * has_sharded):
         table.add_column(title, justify="right", no_wrap=True)
-    for place, index in shown:
-        row = plan.ranked[index]
-        table.add_row(
-            str(place),
-            name_in(plan, row),
-            setting_of(row),
+    for place, row in rows:
+        more = gain(plan, row)
+        cells = [
             f"{row.tokens_per_gpu:.0f}",
+            *([] if more is None else ["" if row is given else f"{more:+.1%}"]),
             f"{row.mfu:.1%}",
             f"{row.bubble:.1%}",
             f"{row.memory.total / GIB:.1f}",
             *[_percent_gain(plan, row)] * has_sharded,
-            style="bold" if place == 1 else None,
-        )
+        ]
+        style = "bold" if place == "1" else None
+        table.add_row(place, name_in(plan, row), setting_of(row), *cells, style=style)
     return table
+
+
+GIVEN = "="
+"""The place of the run as given."""
+
+
+def _rows(plan: Plan, shown: list[tuple[int, int]]) -> list[tuple[str, Prediction]]:
+    """Return the place of each row as text, and the row; the run as given comes first."""
+    first = [] if plan.given is None else [(GIVEN, plan.given)]
+    return [*first, *((str(place), plan.ranked[index]) for place, index in shown)]
 
 
 def _percent_gain(plan: Plan, row: Prediction) -> str:
@@ -276,17 +292,18 @@ def _percent_gain(plan: Plan, row: Prediction) -> str:
 
 def _memory(plan: Plan, shown: list[tuple[int, int]]) -> Table:
     """Build the table of the worst rank's GiB, part by part; parts that no row has are left out."""
-    parts = [p for p in _SHORT if any(plan.ranked[i].memory.parts()[p] for _, i in shown)]
+    rows = _rows(plan, shown)
+    parts = [part for part in _SHORT if any(row.memory.parts()[part] for _, row in rows)]
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     table.title = Text("\nGiB of the worst rank", style="bold")
     table.add_column("#", justify="right")
     table.add_column("rank", justify="right")
     for part in parts:
         table.add_column(_SHORT[part], justify="right", no_wrap=True)
-    for place, index in shown:
-        memory: RankMemory = plan.ranked[index].memory
+    for place, row in rows:
+        memory: RankMemory = row.memory
         sizes = memory.parts()
-        table.add_row(str(place), str(memory.rank), *(f"{sizes[part] / GIB:.1f}" for part in parts))
+        table.add_row(place, str(memory.rank), *(f"{sizes[part] / GIB:.1f}" for part in parts))
     return table
 
 
@@ -317,7 +334,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fragmentation": job.device.fragmentation_bytes,
         "global_batch_size": job.global_batch,
         "sequence_length": job.sequence,
-        "ranked": [_row(plan, index) for index in range(len(plan.ranked))],
+        **_given(plan),
+        "ranked": [
+            {**_row(plan, row), **_gain(plan, row), "reason": reason(plan, index)}
+            for index, row in enumerate(plan.ranked)
+        ],
         "not_possible": plan.nothing_for,
         "recommended": recommended(plan),
         "recommendation": recommendation(plan),
@@ -329,8 +350,19 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _row(plan: Plan, index: int) -> dict[str, Any]:
-    row = plan.ranked[index]
+def _given(plan: Plan) -> dict[str, Any]:
+    """Return the run of a training's arguments, where there are some."""
+    if plan.given is None:
+        return {"why_not_given": plan.why_not_given} if plan.why_not_given else {}
+    return {"given": {**_row(plan, plan.given), "reason": of_given(plan)}}
+
+
+def _gain(plan: Plan, row: Prediction) -> dict[str, float]:
+    more = gain(plan, row)
+    return {} if more is None else {"gain": more}
+
+
+def _row(plan: Plan, row: Prediction) -> dict[str, Any]:
     strategy, beside = row.load.strategy, overheads(row)
     return {
         "schedule": row.candidate,
@@ -355,7 +387,6 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "exposed_tensor_parallel": None if beside is None else beside.exposed,
         "memory": {"rank": row.memory.rank, "total": row.memory.total, **row.memory.parts()},
         "flags": flags(row, plan.job.global_batch),
-        "reason": reason(plan, index),
     }
 
 

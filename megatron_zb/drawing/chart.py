@@ -245,6 +245,15 @@ def report_of(report: Report) -> str:
     )
 
 
+def ranks_of_job(timeline: Timeline) -> str:
+    """Describe which rank of a job a drawn one is, where their numbers differ; else nothing."""
+    placement = timeline.schedule.placement
+    if timeline.of_job or not placement.mirrored:
+        return ""
+    last = placement.pipeline_size - 1
+    return f"in a job, ranks 0 to {last} of this drawing are Megatron's pipeline ranks {last} to 0"
+
+
 def title_of(timeline: Timeline) -> str:
     """Return the name, the sizes, the bubble rate and the peak activation memory in one line.
 

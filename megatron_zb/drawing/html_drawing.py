@@ -321,8 +321,8 @@ def _bars(timeline: Timeline, scale: _Scale) -> Iterator[str]:
     width, height = _number(timeline.makespan * scale.per_second), ranks * SIZES.row
     yield f'<rect class="ground" x="{SIZES.labels}" y="0" width="{width}" height="{height}"/>'
     for rank in range(ranks):
-        y = rank * SIZES.row + SIZES.row / 2
-        yield f'<text class="name" x="{SIZES.labels - 8}" y="{_number(y)}">rank {rank}</text>'
+        y, name = rank * SIZES.row + SIZES.row / 2, _name(timeline, rank)
+        yield f'<text class="name" x="{SIZES.labels - 8}" y="{_number(y)}">{name}</text>'
     bars = sorted(bars_of(timeline), key=lambda bar: (bar.kind.value, bar.chunk))
     for _, group in groupby(bars, key=lambda bar: (bar.kind, bar.chunk)):
         yield from _same_colour(list(group), scale)
@@ -378,14 +378,18 @@ def _memory(timeline: Timeline, scale: _Scale) -> Iterator[str]:
     )
     for line in lines:
         level = _number(scale.y(line.rank, baseline))
-        name = "name worst" if line is worst else "name"
+        name, rank = "name worst" if line is worst else "name", _name(timeline, line.rank)
         middle = scale.top + line.rank * SIZES.memory + SIZES.memory / 2
-        yield f'<text class="{name}" x="{SIZES.labels - 8}" y="{middle:g}">rank {line.rank}</text>'
+        yield f'<text class="{name}" x="{SIZES.labels - 8}" y="{middle:g}">{rank}</text>'
         yield _line(line, scale)
         yield f'<path class="reference" d="M{SIZES.labels},{level}h{scale.inner}"/>'
         words = f"{line.peak:.4g}{' most' if line is worst else ''}"
         x = SIZES.labels + scale.inner + 6
         yield f'<text class="peak{name[4:]}" x="{x}" y="{middle:g}">{words}</text>'
+
+
+def _name(timeline: Timeline, rank: int) -> str:
+    return f"rank {timeline.number(rank)}"
 
 
 def _line(line: MemoryLine, scale: _Scale) -> str:
@@ -419,8 +423,8 @@ def _copies(timeline: Timeline, scale: _Scale) -> Iterator[str]:
         def y(held: float, bottom: float = top + SIZES.memory - 1) -> float:
             return bottom - held / most * SIZES.most
 
-        x = SIZES.labels + scale.inner + 6
-        yield f'<text class="name" x="{SIZES.labels - 8}" y="{middle:g}">rank {line.rank}</text>'
+        x, rank = SIZES.labels + scale.inner + 6, _name(timeline, line.rank)
+        yield f'<text class="name" x="{SIZES.labels - 8}" y="{middle:g}">{rank}</text>'
         yield _filled(line, "host", HOST_COLOUR, scale, y)
         for to_host, colour in COPY_COLOURS.items():
             own = [copy for copy in copies if copy.to_host is to_host]

@@ -23,6 +23,7 @@ from megatron_zb.drawing.chart import (
     TimeUnit,
     memory_lines,
     one_f_one_b_peak,
+    ranks_of_job,
     report_of,
     title_of,
 )
@@ -55,13 +56,14 @@ def check(path: Path) -> None:
     _environment()
 
 
-def write(path: Path, template: Path, context: dict[str, Any]) -> None:
+def write(path: Path, template: Path, context: dict[str, Any], *, of_job: bool = False) -> None:
     """Fill a template and write it.
 
     Args:
         path: the file; its folder is made.
         template: a file, which extends ``base.html`` of the folder ``html_parts``.
         context: what the template calls by name; text in it is escaped.
+        of_job: the scripts name ranks as a job does, by Megatron's pipeline ranks.
 
     Raises:
         UsageError: as :func:`check`, or the file cannot be written.
@@ -73,7 +75,7 @@ def write(path: Path, template: Path, context: dict[str, Any]) -> None:
         .get_template(template.name)
         .render(
             **context,
-            constants=html_drawing.constants(),
+            constants={**html_drawing.constants(), "ofJob": of_job},
             scripts=scripts,
             style=style,
             policy=_policy(scripts.values(), style),
@@ -304,7 +306,7 @@ def save_schedule(
             "sentences": [
                 title_of(timeline),
                 report_of(report),
-                *filter(None, [timeline.schedule.reason]),
+                *filter(None, [timeline.schedule.reason, ranks_of_job(timeline)]),
             ],
             "facts": _facts(timeline, report, costs),
             "picture": picture(timeline, title_of(timeline)),
@@ -365,7 +367,7 @@ def _ranks(timeline: Timeline) -> list[dict[str, str]]:
         passes = timeline.schedule.ranks[line.rank]
         rows.append(
             {
-                "rank": f"{line.rank}",
+                "rank": f"{timeline.number(line.rank)}",
                 "passes": f"{len(passes)}",
                 "idle": f"{1 - timeline.utilisation[line.rank]:.1%}",
                 "peak": f"{line.peak:.4g}",

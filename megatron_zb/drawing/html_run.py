@@ -28,7 +28,7 @@ def save_step(path: Path, profile: Profile, compared: ComparedStep) -> None:
 def write_run(path: Path, profile: Profile, context: dict[str, Any], own: list[Timeline]) -> None:
     """Fill ``run.html``; ``context`` has its tables and pictures, ``own`` are drawn."""
     embedding, output = Fit.of(profile).in_layers()
-    p = profile.pipeline_size
+    p, number = profile.pipeline_size, profile.placement.pipeline_rank
     html_page.write(
         path,
         html_page.PARTS / "run.html",
@@ -39,12 +39,17 @@ def write_run(path: Path, profile: Profile, context: dict[str, Any], own: list[T
             f"{output:.2f}",
             "stages": _stages(profile),
             "links": [
-                {"from": link.source, "to": link.target, "ms": f"{1000 * link.seconds:.4g}"}
+                {
+                    "from": number(link.source),
+                    "to": number(link.target),
+                    "ms": f"{1000 * link.seconds:.4g}",
+                }
                 for link in profile.links
             ],
             "explorer": html_page.explorer_context(own, unit=MILLISECONDS),
             **context,
         },
+        of_job=True,
     )
 
 
@@ -52,7 +57,7 @@ def _stages(profile: Profile) -> list[dict[str, str]]:
     return [
         {
             "stage": str(number),
-            "rank": str(stage.rank),
+            "rank": str(profile.placement.pipeline_rank(stage.rank)),
             "layers": stage.layers,
             "forward": f"{1000 * stage.forward:.4g}",
             "backward": f"{1000 * stage.backward:.4g}",

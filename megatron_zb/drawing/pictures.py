@@ -121,7 +121,10 @@ def _draw_steps(timeline: Timeline, unit: TimeUnit) -> Figure:
     axes = figure.subplots()
     _draw_bars(axes, timeline, inches_per_second=(width - MARGINS[0]) / timeline.makespan)
     _label(axes, timeline)
-    named = [f"rank {rank}: {share:.1%}" for rank, share in enumerate(timeline.utilisation)]
+    named = [
+        f"rank {timeline.number(rank)}: {share:.1%}"
+        for rank, share in enumerate(timeline.utilisation)
+    ]
     axes.set_yticks(range(rows), named)
     _label_time(axes, unit)
     return figure
@@ -226,7 +229,7 @@ def _number_some(axes: Axes, bars: list[Bar], inches_per_second: float) -> None:
 def _label(axes: Axes, timeline: Timeline, title: str = "", *, legend: bool = True) -> None:
     rows = timeline.schedule.placement.pipeline_size
     axes.set_title(title or title_of(timeline), size=11, loc="left")
-    axes.set_yticks(range(rows), [f"rank {rank}" for rank in range(rows)])
+    axes.set_yticks(range(rows), _names(timeline))
     axes.set_ylim(rows - 0.5, -0.5)
     first = min(times[0] for times in timeline.start if times)
     axes.set_xlim(first, first + timeline.makespan)
@@ -274,15 +277,21 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
         axes.axhline(level, color=INK, linewidth=0.8, linestyle=(0, (5, 3)))
     _label_rows(
         axes,
-        len(lines),
+        timeline,
         "activation memory of each rank over time, and its peak, in microbatches of a rank; "
         f"dashed: 1F1B's peak, {baseline:g}",
     )
     axes.get_yticklabels()[worst.rank].set_fontweight("bold")
 
 
-def _label_rows(axes: Axes, rows: int, title: str) -> None:
-    axes.set_yticks(range(rows), [f"rank {rank}" for rank in range(rows)], size=NUMBER_SIZE)
+def _names(timeline: Timeline) -> list[str]:
+    ranks = range(timeline.schedule.placement.pipeline_size)
+    return [f"rank {timeline.number(rank)}" for rank in ranks]
+
+
+def _label_rows(axes: Axes, timeline: Timeline, title: str) -> None:
+    rows = timeline.schedule.placement.pipeline_size
+    axes.set_yticks(range(rows), _names(timeline), size=NUMBER_SIZE)
     axes.set_ylim(rows - 0.5, -0.5)
     axes.set_title(title, size=9, loc="left")
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -310,7 +319,7 @@ def _draw_copies(axes: Axes, timeline: Timeline) -> None:
             )
     _label_rows(
         axes,
-        len(lines),
+        timeline,
         "copies to the host (above) and back (below); behind them what the host holds, and the "
         "peak, in microbatches of a rank",
     )

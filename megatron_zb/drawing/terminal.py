@@ -28,6 +28,7 @@ from megatron_zb.drawing.chart import (
     legend_of,
     memory_lines,
     one_f_one_b_peak,
+    ranks_of_job,
     report_of,
     text_colour_on,
     title_of,
@@ -56,15 +57,18 @@ def print_schedule(timeline: Timeline, report: Report, console: Console) -> None
     cells = max((console.width - label_width) // cell_width, 1)
     band = min(cells * cell_width, length)
     _print_line(console, Text(title_of(timeline), style="bold"))
-    for sentence in (report_of(report), timeline.schedule.reason):
+    for sentence in (report_of(report), timeline.schedule.reason, ranks_of_job(timeline)):
         if sentence:
             console.print(Text(sentence), highlight=False)
     left_out = _left_out(timeline, length, band)
-    _print_bands(console, _rows(timeline, bars, scale, range(left_out.start)), band)
+    first = _rows(timeline, bars, scale, range(left_out.start))
+    _print_bands(console, timeline, first, band)
     if left_out:
         console.print()
         console.print(Text(_describe(left_out, bars, scale, timeline)), highlight=False)
-        _print_bands(console, _rows(timeline, bars, scale, range(left_out.stop, length)), band)
+        _print_bands(
+            console, timeline, _rows(timeline, bars, scale, range(left_out.stop, length)), band
+        )
     console.print()
     for line in _legend(timeline):
         console.print(line, highlight=False)
@@ -99,13 +103,13 @@ def _describe(left_out: range, bars: Sequence[Bar], scale: float, timeline: Time
     return f"... {what} are left out here, where the schedule repeats itself; export writes all ..."
 
 
-def _print_bands(console: Console, rows: Sequence[Text], band: int) -> None:
+def _print_bands(console: Console, timeline: Timeline, rows: Sequence[Text], band: int) -> None:
     """Print rows of bars, cut into bands one below the other."""
     label_width = len(f"rank {len(rows) - 1} ")
     for bands in zip(*(row.divide(range(band, len(row), band)) for row in rows), strict=True):
         console.print()
         for rank, part in enumerate(bands):
-            label = Text(f"rank {rank} ".ljust(label_width))
+            label = Text(f"rank {timeline.number(rank)} ".ljust(label_width))
             _print_line(console, label + part)
 
 
@@ -114,7 +118,7 @@ def _print_utilisation(timeline: Timeline, console: Console, label_width: int) -
     console.print(Text("share of the time in which each rank computes"), highlight=False)
     columns = max(console.width - label_width - len(" 100.0 %"), 1)
     for rank, share in enumerate(timeline.utilisation):
-        row = Text(f"rank {rank} ".ljust(label_width))
+        row = Text(f"rank {timeline.number(rank)} ".ljust(label_width))
         row.append(LEVELS[-1] * round(share * columns))
         _print_line(console, row.append(f" {share:.1%}"))
 
@@ -131,7 +135,7 @@ def _print_memory(timeline: Timeline, console: Console, columns: int, label_widt
     )
     columns = max(columns - len(f" {top:.4g} {MOST}"), 1)
     for line in lines:
-        row = Text(f"rank {line.rank} ".ljust(label_width))
+        row = Text(f"rank {timeline.number(line.rank)} ".ljust(label_width))
         row.append(_sparkline(line, timeline, columns, top), style=MEMORY_COLOUR)
         row.append(f" {line.peak:.4g}", style="bold" if line is worst else "")
         _print_line(console, row.append(f" {MOST}" if line is worst else ""))

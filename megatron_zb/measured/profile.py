@@ -39,7 +39,9 @@ def _bytes(description: str) -> Any:
 class StageProfile(Section):
     """One stage: seconds and bytes of its passes, the mean of a step of its slowest replica."""
 
-    rank: int = Field(ge=0, le=_MOST, description="its logical pipeline rank", examples=[0])
+    rank: int = Field(
+        ge=0, le=_MOST, description="its pipeline rank in the order of the schedule", examples=[0]
+    )
     layers: str = Field(
         max_length=2000,
         pattern="^E?t*m*L?$",
@@ -330,6 +332,11 @@ class Profile(Section):
         """Logical rank of each stage."""
         return tuple(stage.rank for stage in self.stages)
 
+    @property
+    def placement(self) -> Placement:
+        """Placement of the run."""
+        return Placement(self.schedule, self.pipeline_size, self.rank_of)
+
     def costs(self, placement: Placement, *, host: bool = True) -> Costs:
         """Return the measured costs of the placement that ran, in seconds and bytes.
 
@@ -342,8 +349,8 @@ class Profile(Section):
         """
         if placement.rank_of != self.rank_of:
             raise UsageError(
-                f"the profile has stages on ranks {list(self.rank_of)}, the schedule on "
-                f"{list(placement.rank_of)}: profile a run of this placement"
+                f"the profile has stages on pipeline ranks {_numbers(self.placement)}, the "
+                f"schedule on {_numbers(placement)}: profile a run of this placement"
             )
         stages = self.stages
         more = self.host if host else _NOTHING
@@ -477,11 +484,20 @@ def write_profile(profile: Profile, path: Path) -> None:
         UsageError: it cannot be written.
     """
     text = yaml.safe_dump(profile.model_dump(), sort_keys=False, width=120)
+    if profile.placement.mirrored:
+        last = profile.pipeline_size - 1
+        note = f"ranks are those of the schedule: rank r is pipeline rank {last} - r of Megatron"
+        text = f"# {note}\n{text}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write the profile '{path}': {error.strerror}") from error
+
+
+def _numbers(placement: Placement) -> list[int]:
+    """Return Megatron's pipeline rank of each stage."""
+    return [placement.pipeline_rank(rank) for rank in placement.rank_of]
 
 
 def merged(replicas: Sequence[Sequence[StageProfile]]) -> list[StageProfile]:

@@ -9,7 +9,7 @@ longer than their median, waiting for messages, and the host between the two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,7 +21,6 @@ from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.schedules import Timeline, simulate
 from megatron_zb.schedules.interchange import rules_of
 from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING
 from megatron_zb.schedules.schedule import Schedule
 
@@ -95,7 +94,7 @@ def read_trace(path: Path) -> Trace:
 class StepDifference:
     """Seconds of one rank from its first start to its last end, and their parts.
 
-    ``host`` is the time between passes and waits.
+    ``rank`` is Megatron's pipeline rank. ``host`` is the time between passes and waits.
     """
 
     rank: int
@@ -118,7 +117,8 @@ class ComparedStep:
 
     def differences(self) -> list[StepDifference]:
         """Return the difference and its parts for every rank."""
-        return [self._difference(rank) for rank in range(len(self.waits))]
+        found = (self._difference(rank) for rank in range(len(self.waits)))
+        return sorted(found, key=lambda one: one.rank)
 
     def _difference(self, rank: int) -> StepDifference:
         spans = [_span(timeline, rank) for timeline in (self.measured, self.predicted)]
@@ -126,7 +126,7 @@ class ComparedStep:
         begin = self.measured.start[rank][0]
         waiting = sum(end - start for start, end in self.waits[rank] if start >= begin)
         return StepDifference(
-            rank,
+            self.measured.number(rank),
             spans[0],
             spans[1],
             computes[0],
@@ -162,7 +162,7 @@ def compared(profile: Profile, trace: Trace, name: str) -> ComparedStep:
     Raises:
         UsageError: they are not of one run.
     """
-    placement = Placement(profile.schedule, profile.pipeline_size, profile.rank_of)
+    placement = profile.placement
     ranks = tuple(
         tuple(Pass(PassKind(kind), stage, mb) for kind, stage, mb, _, _ in rank.passes)
         for rank in trace.ranks
@@ -183,8 +183,8 @@ def compared(profile: Profile, trace: Trace, name: str) -> ComparedStep:
         costs = profile.with_recomputation(costs)
     if schedule.offloaded:
         costs = profile.with_offload(costs)
-    predicted = simulate(schedule, costs)
-    measured = Timeline(schedule, predicted.costs, _times(trace, 3), _times(trace, 4))
+    predicted = replace(simulate(schedule, costs), of_job=True)
+    measured = replace(predicted, start=_times(trace, 3), end=_times(trace, 4), copies=())
     waits = tuple(tuple(rank.waits) for rank in trace.ranks)
     return ComparedStep(measured, predicted, waits)
 

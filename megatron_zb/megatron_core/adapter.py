@@ -380,6 +380,18 @@ class PipelineAdapter:
             letters = self.layer_layout.letters
             self._add(ProfilePart(self.current, letters, self._splits, use, host))
 
+    def count_iterations(self, left: Callable[[], int | None]) -> None:
+        """Tell a profile how many iterations the run has from the current one on, None if unknown.
+
+        A run that is too short for it then says so at its first iteration.
+        """
+        if ProfilePart in self._parts:
+            self.part(ProfilePart).iterations_left = left
+
+    def missing_profile(self) -> str | None:
+        """Return a line about a profile that was requested and not completed, at the run's end."""
+        return self.part(ProfilePart).what_is_missing() if ProfilePart in self._parts else None
+
     def verify(self) -> None:
         """Compare the gradients of the first training step with those of an unsplit backward.
 

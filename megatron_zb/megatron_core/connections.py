@@ -117,7 +117,8 @@ class WatchPart(StepPart):
         if self.timeout is not None:
             ranks = step.physical.pipeline_ranks(step.pg_collection.pp)
             me, job = torch.distributed.get_rank(), range(torch.distributed.get_world_size())
-            place = WatchedRank(ranks.index(me), tuple(ranks), tuple(job))
+            mirrored = step.physical.mirrored
+            place = WatchedRank(ranks.index(me), tuple(ranks), tuple(job), mirrored)
             store = torch.distributed.PrefixStore("megatron_zb/watchdog", _get_default_store())
             self._watchdog = Watchdog(self.progress, place, store, self.timeout)
 

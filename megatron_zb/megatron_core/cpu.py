@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import os
 import sys
 import sysconfig
@@ -382,6 +383,12 @@ def _redirect_random_state() -> None:
 
     megatron_random._get_cuda_rng_state = get_state
     megatron_random._set_cuda_rng_state = set_state
+    # it compares the CPU's generator with CUDA's, which are one here, and warns in every forward
+    logging.getLogger(megatron_random.__name__).addFilter(_has_another_message)
+
+
+def _has_another_message(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
 
 
 class _Stream:

@@ -37,11 +37,11 @@ class PhysicalPlacement:
 
     @property
     def mirrored(self) -> bool:
-        return self.placement.rank_of[-1] != self.placement.pipeline_size - 1
+        return self.placement.mirrored
 
     def logical(self, pp_rank: int) -> int:
         """Return the logical rank of a physical pipeline rank, or the physical of a logical one."""
-        return self.placement.pipeline_size - 1 - pp_rank if self.mirrored else pp_rank
+        return self.placement.pipeline_rank(pp_rank)
 
     def pipeline_ranks(self, pp_group: dist.ProcessGroup) -> list[int]:
         """Return the global ranks of a pipeline in logical order."""

@@ -29,7 +29,7 @@ from megatron_zb.measured.profile import Profile, ProfiledModel, write_profile
 from megatron_zb.measured.trace import of_spans, write_trace
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.megatron_core.model_ends import language_model
-from megatron_zb.megatron_core.profiling import ITERATIONS, PAIRED, HeldStage, Profiling, Spans
+from megatron_zb.megatron_core.profiling import HeldStage, Profiling, Spans, iterations_of
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.step import (
     Step,
@@ -68,6 +68,13 @@ class ProfileUse:
     every: int | None
     replans: bool
 
+    @property
+    def flag(self) -> str | None:
+        """The argument that asks for a profile; None for one that ``auto`` makes unasked."""
+        if self.path is not None:
+            return f"--pipeline-profile {self.path}"
+        return None if self.every is None else f"--pipeline-replan-every {self.every}"
+
     @classmethod
     def of(
         cls, current: CurrentSchedule, path: Path | None, every: int | None, *, is_named: bool
@@ -78,7 +85,7 @@ class ProfileUse:
             UsageError: ``every`` is less than a profile takes, or there is nothing to distinguish.
         """
         schedule = current.schedule
-        iterations = ITERATIONS + (PAIRED if schedule.pairs else 0)
+        iterations = iterations_of(schedule)
         if every is not None and every <= iterations:
             raise UsageError(
                 f"--pipeline-replan-every is {every}: a profile takes {iterations} iterations, so "
@@ -124,6 +131,9 @@ class ProfilePart(StepPart):
         self._current, self._letters, self._splits = current, letters, splits
         self._use, self._host = use, host
         self.profiling: Profiling | None = None
+        self.iterations_left: Callable[[], int | None] = lambda: None
+        """Returns the iterations of the run from the current one on; None if that is unknown."""
+        self._is_awaited = use.flag is not None
 
     def before_step(self, step: Step) -> None:
         if step.forward_only:
@@ -134,7 +144,36 @@ class ProfilePart(StepPart):
                 for stage in step.physical.placement.stages_of[step.logical]
             ]
             self.profiling = Profiling(self._current, held, self._use.every)
+            self.profiling.before_step(step.num_microbatches)
+            self._say_if_too_short(self.profiling)
+            return
         self.profiling.before_step(step.num_microbatches)
+
+    def _say_if_too_short(self, profiling: Profiling) -> None:
+        needed, left = iterations_of(profiling.usual), self.iterations_left()
+        if self._is_awaited and left is not None and left < needed:
+            self._is_awaited = False
+            say_on_first_rank(
+                f"{self._use.flag} needs {needed} iterations, and this run has {left}: nothing is "
+                f"measured; train for {needed - left} more, or leave it out"
+            )
+
+    def what_is_missing(self) -> str | None:
+        """Return a line about a profile that was requested and not completed, once."""
+        if not self._is_awaited:
+            return None
+        self._is_awaited = False
+        usual = self._current.schedule if self.profiling is None else self.profiling.usual
+        done = 0 if self.profiling is None else self.profiling.done
+        needed = iterations_of(usual)
+        return (
+            f"{self._use.flag} has measured nothing: it needs {needed} iterations of "
+            f"{usual.num_microbatches} microbatches, {needed - done} more than this run had"
+        )
+
+    def close(self) -> None:
+        if (line := self.what_is_missing()) is not None:
+            say_on_first_rank(line)
 
     def observers(self, step: Step) -> Sequence[Observer]:
         return () if self.profiling is None else self.profiling.observers
@@ -183,6 +222,7 @@ class ProfilePart(StepPart):
         layers = "".join(self._letters).count("t")
         message, model = step.empty().nbytes, _described(step, layers)
         lengths = self._lengths_of(step)
+        self._is_awaited = False
         profile, spans = profiling.measured(model, lengths, links, message, ahead, copies)
         self._current.use(profiling.usual)
         self._current.attention = profile.attention_work or self._current.attention
@@ -244,6 +284,19 @@ class ProfilePart(StepPart):
         if assumed.copy:
             costs = profile.with_offload(costs, self._current.host_limit(costs))
         return costs
+
+
+def iterations_left(done: int, of: int | None, exit_interval: int | None) -> int | None:
+    """Return the iterations of a run after those that are done; None if that is unknown.
+
+    Args:
+        done: iterations since the start of training.
+        of: iterations of the training, if they are known.
+        exit_interval: the run ends at a multiple of it.
+    """
+    left = [] if of is None else [of - done]
+    left += [exit_interval - done % exit_interval] if exit_interval else []
+    return min(left, default=None)
 
 
 def _described(step: Step, layers: int) -> ProfiledModel:

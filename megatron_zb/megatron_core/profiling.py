@@ -35,6 +35,7 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.link_times import BYTES, CopyTimes
 from megatron_zb.runtime.observer import AllocatedMemory, MemoryRecorder, Observer, Recorder, Span
 from megatron_zb.schedules.passes import Channel, Pair, Pass, PassKind
+from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.place_w import join_all, split_all
 from megatron_zb.schedules.step_plan import Lengths, together
 
@@ -47,6 +48,11 @@ ITERATIONS = WARM_UP + TIMED + WHOLE + 1
 counted and nothing is timed. In all of them every pass runs by itself. Where the schedule has
 pairs, these are timed in ``PAIRED`` more before the last.
 """
+
+
+def iterations_of(schedule: Schedule) -> int:
+    """Return the iterations that a profile of a schedule takes."""
+    return ITERATIONS + (PAIRED if schedule.pairs else 0)
 
 
 # Copies of both directions at once that take so much longer than one take turns.
@@ -123,7 +129,7 @@ class Profiling:
             self._done = 0
         if self._done == 0:
             self.usual = self._current.schedule
-            self._timed = WARM_UP + TIMED + WHOLE + (PAIRED if self.usual.pairs else 0)
+            self._timed = iterations_of(self.usual) - 1
         if self._done in (0, self._timed):
             self._current.use(split_all(self.usual.without_pairs()))
         elif self._done == WARM_UP + TIMED:  # the time of a BW is not the sum of its halves'
@@ -186,6 +192,11 @@ class Profiling:
         """End a step, after all that belongs to it, such as the reduction of gradients."""
         if self._counts and WARM_UP < self._done <= self._timed:
             self._recorders[-1].finish()
+
+    @property
+    def done(self) -> int:
+        """Iterations of the current profile that are done."""
+        return self._done
 
     @property
     def is_complete(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -154,6 +154,8 @@ class SlicesPart(StepPart):
         stage.staying = stage.cut.storages
         stage.joins_weight = bool(self.slicing_of(step).joins_weight)
         stage.reading = self.reading
+        if number in (0, step.physical.placement.num_stages - 1):
+            stage.reader = self._readers[stage.chunk]
         if stage.is_output:
             stage.counts = TokenCounts(self._readers[stage.chunk], stage.cut, step)
 
@@ -203,9 +205,13 @@ class SlicedStage(MegatronStage):
     joins_weight: bool
     reading: Callable[[int], AbstractContextManager[None]]
     counts: TokenCounts
+    reader: SlicedReading | None = None
+    """The data of the first or the last stage."""
 
     def _unit(self, microbatch: int) -> AbstractContextManager[None]:
         self.cut.unit = microbatch
+        if self.reader is not None:
+            self.reader.check_next(microbatch)
         start, end = self.cut.tokens
         return self.reading(end - start)
 
@@ -446,6 +452,16 @@ class SlicedReading:
         """Read so many microbatches; return where the document of each token starts, by number."""
         self._ahead.extend(self._checked(self._next(), j) for j in range(count))
         return self._starts
+
+    def check_next(self, unit: int) -> None:
+        """Read the microbatch of a slice ahead of the user's forward step, if it is the next one.
+
+        A refusal then ends no context manager of the forward step.
+        """
+        j, i = divmod(self._read, len(self.borders) - 1)
+        if unit == self._read and i == 0 and not self._ahead:
+            with suppress(StopIteration):  # the forward step gets it
+                self._ahead.append(self._checked(self._next(), j))
 
     def finds_ends(self) -> bool:
         """Read the first microbatch; return whether it has the ends of documents."""

@@ -123,6 +123,11 @@ class Step:
         shape, dtype = self.shape_of(microbatch), self.config.pipeline_dtype
         return torch.empty(shape, dtype=dtype, device=self._device)
 
+    def placeholder(self, microbatch: int) -> torch.Tensor:
+        """Return zeros in the shape of an activation between stages, in the memory of one."""
+        zero = torch.zeros((), dtype=self.config.pipeline_dtype, device=self._device)
+        return zero.expand(self.shape_of(microbatch))
+
     @cached_property
     def _device(self) -> torch.device | int:
         return device()

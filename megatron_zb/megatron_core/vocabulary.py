@@ -2,7 +2,7 @@
 
 The last stage hands over the input of the output layer; the loss function of the user gets the
 losses of the tokens, as from Megatron's model. The rank of the first stage reads a microbatch ahead
-of its F, by the user's own forward step up to the call of the model; every rank looks up its rows,
+of its F, by the user's own forward step without the model; every rank looks up its rows,
 and the F continues with their sum. See :mod:`megatron_zb.runtime.vocabulary` for the arithmetic.
 """
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
@@ -23,6 +23,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
+from megatron_zb.megatron_core.model_calls import ModelCall, read_up_to_model, run_without_use
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import (
     SplitBackward,
@@ -314,7 +315,8 @@ class LastStage(_End):
         self._has_looked_at_loss = False
 
     def _user_step(self, *arguments: Any, **options: Any) -> Any:
-        output, self._loss_func = super()._user_step(*arguments, **options)
+        user_step = partial(super()._user_step, *arguments, **options)
+        output, self._loss_func = run_without_use(user_step, self._step.model[self.chunk])
         return output, self._loss_func
 
     def forward(
@@ -455,21 +457,6 @@ def empty_message(
     return torch.empty(size, dtype=kind, device=device())
 
 
-class _ModelCall(NamedTuple):
-    """The arguments of a call of the model."""
-
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-class _Called(Exception):
-    """The user's forward step has called the model."""
-
-    def __init__(self, call: _ModelCall) -> None:
-        super().__init__()
-        self.call = call
-
-
 class FirstStage(_End):
     """First stage with a vocabulary-parallel embedding: its F gets the tokens' embeddings."""
 
@@ -484,45 +471,31 @@ class FirstStage(_End):
         super().__init__(step, chunk, split, output, handoff)
         embedding = output.embedding
         self._rows = embedding.shard.rows(sequence_parallel=embedding.spread)
-        self._calls: dict[int, _ModelCall] = {}
-        self._running: _ModelCall | None = None
+        self._calls: dict[int, ModelCall] = {}
+        self._running: ModelCall | None = None
         self._found: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
 
     def read(self, microbatch: int) -> torch.Tensor:
-        """Run the user's forward step up to the call of the model.
+        """Run the user's forward step without the model.
 
         Returns:
             The tokens (sequence x batch) of the microbatch, all of each position together, and
             those of all depths of prediction.
 
         Raises:
-            UsageError: it does not call the model, or not with tokens.
+            UsageError: it does not call the model, or not with tokens, or it uses the output.
         """
         step, chunk = self._step, self.chunk
         model = step.model[chunk]
-
-        def stop(_model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-            raise _Called(_ModelCall(arguments, options))
-
-        hook = model.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
-        try:
-            with self._unit(microbatch):
-                step.forward_step_func(step.data_iterators[chunk], model)
-        except _Called as called:
-            call = called.call
-        else:
-            raise UsageError(
-                "the forward step did not call the model of the first stage, so the embedding "
-                "cannot be vocabulary parallel: give --pipeline-vocabulary off"
-            )
-        finally:
-            hook.remove()
+        read = partial(step.forward_step_func, step.data_iterators[chunk], model)
+        with self._unit(microbatch):
+            call = read_up_to_model(read, model, step.placeholder(microbatch))
         self._calls[microbatch] = call
         every = [of.t().reshape(-1) for of in self._tokens(call)]
         return self._rows.in_order_of_ranks(torch.stack(every))
 
-    def _tokens(self, call: _ModelCall) -> list[torch.Tensor]:
+    def _tokens(self, call: ModelCall) -> list[torch.Tensor]:
         whole = get_attr_wrapped_model(
             self._step.model[self.chunk], "pre_process", return_model_obj=True
         )

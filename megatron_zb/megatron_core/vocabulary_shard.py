@@ -328,17 +328,13 @@ class PredictedLosses:
     def __init__(self, model: Any, shard: VocabularyShard) -> None:
         self._model, self._shard, self._whole = model, shard, model._postprocess
         self._call: dict[str, Any] = {}
+        self._has_processor = False
         self._losses: list[torch.Tensor] = []
         model._postprocess = self._before_losses
         model.compute_language_model_loss = self._next_loss
 
     def _before_losses(self, **call: Any) -> torch.Tensor:
         """Return the output (depths x sequence, batch, width) of the layers of all depths."""
-        if call.get("output_processor") is not None:
-            raise UsageError(
-                "the model was called with an output_processor, which would get a part of the "
-                "logits: give --pipeline-vocabulary off"
-            )
         model = self._model
         model.post_process = False
         try:
@@ -346,10 +342,20 @@ class PredictedLosses:
         finally:
             model.post_process = True
         self._call = dict.fromkeys(call) | {name: call.get(name) for name in _OF_LOSSES}
+        self._has_processor = call.get("output_processor") is not None
         return self._shard.loss(call["labels"], hidden)
 
     def call(self) -> dict[str, Any]:
-        """Return what the losses of the forward that has just run depend on."""
+        """Return what the losses of the forward that has just run depend on.
+
+        Raises:
+            UsageError: the model was called with an ``output_processor``.
+        """
+        if self._has_processor:
+            raise UsageError(
+                "the model was called with an output_processor, which would get a part of the "
+                "logits: give --pipeline-vocabulary off"
+            )
         found, self._call = self._call, {}
         return found
 

@@ -25,6 +25,7 @@ from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_core.adapter import Chunks, PipelineAdapter, build_adapter, copy_of
 from megatron_zb.megatron_core.connections import group_options
 from megatron_zb.megatron_core.current_schedule import JobSizes
+from megatron_zb.megatron_core.profiled_steps import iterations_left
 from megatron_zb.megatron_core.refusals import OVERLAP, Asked
 from megatron_zb.megatron_core.sliced_documents import ENDS, MASK
 from megatron_zb.megatron_core.slices import SlicesPart
@@ -94,6 +95,8 @@ def adapter_of(
     if draws:
         differ = args.data_parallel_random_init
         adapter.draw_by_layer(args.seed, steps_done or _steps_done, replicas_differ=differ)
+    if steps_done is None:
+        adapter.count_iterations(_iterations_left)
     if _is_placed(args) and not getattr(args, "decoder_num_layers", None):
         for name in DIVISION:
             setattr(args, name, False if isinstance(getattr(args, name, None), bool) else None)
@@ -178,6 +181,14 @@ def _steps_done() -> int:
     from megatron.training import get_args
 
     return int(get_args().curr_iteration)
+
+
+def _iterations_left() -> int | None:
+    """Return the iterations that Megatron-LM's training loop has from the current one on."""
+    from megatron.training import get_args
+
+    args = get_args()
+    return iterations_left(_steps_done(), args.train_iters, args.exit_interval)
 
 
 @contextmanager

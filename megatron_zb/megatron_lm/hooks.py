@@ -456,7 +456,7 @@ class _Hooks:
             (parallel_state, "is_pipeline_first_stage", in_a_v(StageData.is_first_stage)),
             (utils, "is_first_or_last_pipeline_stage", placed(StageData.is_first_or_last_stage)),
             (*versions.batch_broadcast(), placed(StageData.get_batch_on_this_tp_rank)),
-            (training, "pretrain", read_for_stages),
+            (training, "pretrain", self._pretrain),
             (training, "dummy_train_step", every(StageData.skip_step)),
             (training, "evaluate_and_print_results", every(StageData.evaluate)),
             *((*each, every(StageData.sums_of_lengths)) for each in versions.sums_of_lengths()),
@@ -464,6 +464,21 @@ class _Hooks:
             replace(module, name, hook)
         dataset_builder = placed(StageData.dataset_builder)
         replace_method(BlendedMegatronDatasetBuilder, "__init__", dataset_builder)
+
+    def _pretrain(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Run Megatron-LM's pretrain; at its end, say which requested profile is missing."""
+        try:
+            result = read_for_stages(original, *args, **keywords)
+        except SystemExit:  # as at an interval after which the run ends
+            self._say_what_is_missing()
+            raise
+        self._say_what_is_missing()
+        return result
+
+    def _say_what_is_missing(self) -> None:
+        line = None if self._run is None else self._run.adapter.missing_profile()
+        if line is not None:
+            _say(f"megatron_zb: {line}", int(os.environ.get("RANK", "0")))
 
     def _stage_data(self, concerned: Callable[[ScheduledRun], bool]) -> StageData | None:
         run = self._run

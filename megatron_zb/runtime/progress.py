@@ -22,7 +22,7 @@ import torch
 
 from megatron_zb.runtime.observer import NOTHING
 from megatron_zb.schedules.passes import Channel, Message, Pair, Pass
-from megatron_zb.schedules.rules import TRAINING, rank_in_words
+from megatron_zb.schedules.rules import TRAINING
 from megatron_zb.schedules.schedule import Schedule
 
 REMEMBERED = 50
@@ -237,11 +237,12 @@ class RankProgress:
         """Return the rank's current state.
 
         Args:
-            ranks: the number in ``waits_for`` for each of the pipeline's logical ranks.
+            ranks: the global rank of each of the pipeline's logical ranks, for ``waits_for`` and
+                the phrase; None leaves logical ranks there, and pipeline ranks in the phrase.
         """
         seconds, passes = self.seconds(), tuple(map(self._in_words, self._passes))
         frames = _frames_of(self._thread)
-        doing, waits_for = self._situation_in_words()
+        doing, waits_for = self._situation_in_words(ranks)
         collective = _collective_of(frames)
         in_step = self.in_step
         if not in_step:
@@ -261,7 +262,7 @@ class RankProgress:
             _place_of(frames),
         )
 
-    def _situation_in_words(self) -> tuple[str, int | None]:
+    def _situation_in_words(self, ranks: Mapping[int, int] | None) -> tuple[str, int | None]:
         """Return, in a step, a phrase and the logical rank that the rank waits for."""
         marks = list(self._marks)
         situation = marks[0][0] if marks else self._situation
@@ -272,11 +273,19 @@ class RankProgress:
         if isinstance(situation, Pass | Pair):
             return f"is in {self._in_words(situation)}", None
         if isinstance(situation, Channel):
-            reader = rank_in_words(situation.target)
+            reader = self._name(situation.target, ranks)
             return f"waits until {reader} takes what it has sent", situation.target
         channel, message = situation
-        awaited = self._rules.awaited_in_words(self._placement, channel, message)
+        sender = self._name(channel.source, ranks)
+        awaited = self._rules.awaited_in_words(self._placement, message, sender)
         return f"waits for {awaited}", channel.source
+
+    def _name(self, logical: int, ranks: Mapping[int, int] | None) -> str:
+        """Name a rank by its global rank, where that is known, and Megatron's pipeline rank."""
+        placement = self._placement
+        number = logical if placement is None else placement.pipeline_rank(logical)
+        said = f"pipeline rank {number}"
+        return said if ranks is None else f"rank {ranks[logical]} ({said})"
 
     def _in_words(self, work: Pass | Pair) -> str:
         passes = (work,) if isinstance(work, Pass) else work

@@ -17,6 +17,7 @@ import atexit
 import json
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -76,8 +77,16 @@ class Inquiry:
         self.heard = time.monotonic()
 
     def come(self) -> None:
-        """Announce that this rank is watched from now on: it answers."""
+        """Announce that this rank is watched from now on, and where: it answers."""
+        self._call(self._store.set, f"host/{self._rank}", socket.gethostname())
         self._call(self._store.set, f"is/{self._rank}", _WATCHED)
+
+    def host_of(self, rank: int) -> str | None:
+        """Return the host of a rank that has been watched."""
+        key = f"host/{rank}"
+        if not self._call(self._store.check, [key]):
+            return None
+        return str(self._call(self._store.get, key).decode())
 
     def leave(self) -> None:
         """Announce that this rank ends, as it should: nobody is to wait for its answers."""
@@ -253,12 +262,19 @@ _LOOKS = 1000  # at the store in a second, of all ranks together
 class WatchedRank:
     """A rank's place: ``logical`` in its ``pipeline``, the global ranks in logical order.
 
-    ``job`` are the global ranks of all pipelines; without any, there is only this one.
+    ``job`` are the global ranks of all pipelines; without any, there is only this one. With
+    ``mirrored``, the logical order is the reverse of Megatron's.
     """
 
     logical: int
     pipeline: tuple[int, ...]
     job: tuple[int, ...] = ()
+    mirrored: bool = False
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Megatron's pipeline rank."""
+        return len(self.pipeline) - 1 - self.logical if self.mirrored else self.logical
 
     @property
     def rank(self) -> int:
@@ -372,6 +388,8 @@ class Watchdog:
         rank = judged(states, silent, self._seconds)
         if rank is not None:
             said = sentence(rank, states, rank in left, self._patience)
+            if (host := self._inquiry.host_of(rank)) is not None:
+                said += f"; it is on {host}"
             self._inquiry.end(Conclusion(said, tuple(states)))
             self._end_with(self._inquiry.verdict() or Conclusion(said, ()))
         elif not self._inquiry.asked_first:
@@ -432,8 +450,9 @@ class Watchdog:
     def _report(self, conclusion: str) -> None:
         own = self._state()
         self._tell(
-            f"megatron_zb: error: rank {self._place.rank} (pipeline rank {self._place.logical} in "
-            f"schedule order) has made no progress for {own.seconds:.0f} s: it {own.doing}"
+            f"megatron_zb: error: rank {self._place.rank} (pipeline rank "
+            f"{self._place.pipeline_rank}, on {socket.gethostname()}) has made no progress for "
+            f"{own.seconds:.0f} s: it {own.doing}"
         )
         self._tell(f"  its last passes: {'; '.join(own.passes) or 'none'}")
         self._tell(f"  it stands in {own.place}")

@@ -477,7 +477,7 @@ def _reported(schedule: Schedule, request: Request) -> Schedule:
     timeline = simulate(schedule, request.costs)
     users = request.limit.per_rank(request.costs)
     if users is not None:
-        request.check_feasible(schedule.name, users, timeline.peak_memory)
+        request.check_feasible(schedule.name, schedule.placement, users, timeline.peak_memory)
     peak = family(schedule.name).peak
     allowed = users or timeline.peak_memory
     if peak is not None:

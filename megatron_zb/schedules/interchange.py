@@ -316,7 +316,7 @@ def to_chrome_trace(timelines: Timeline | Mapping[str, Timeline]) -> str:
     for pid, (name, timeline) in enumerate(timelines.items()):
         own: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": name}}]
         for rank in range(len(timeline.schedule.ranks)):
-            own += _thread_names(rank)
+            own += _thread_names(timeline.number(rank))
             own += _pass_events(timeline, rank)
             own += _memory_events(timeline, rank)
         events += [{"pid": pid, **event} for event in own]
@@ -342,7 +342,7 @@ def _pass_events(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
         p, pair = schedule.ranks[rank][position], schedule.pair_at(rank, position)
         yield {
             "ph": "X",
-            "tid": rank,
+            "tid": timeline.number(rank),
             "name": str(pair or p),
             "cat": p.kind.value,
             "cname": _TRACE_COLOUR.get(p.kind, _OTHER_COLOUR),
@@ -364,7 +364,7 @@ def _memory_events(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
     for time, held in zip(times, (*timeline.memory_curve(rank), 0.0), strict=True):
         yield {
             "ph": "C",
-            "name": f"activation memory, rank {rank}",
+            "name": f"activation memory, rank {timeline.number(rank)}",
             "ts": time * 1e6,
             "args": {"held": held},
         }

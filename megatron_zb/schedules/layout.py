@@ -248,7 +248,7 @@ def read(layout: str, layers: Layers, num_stages: int) -> Letters:
     """
     if layers.kinds:
         return _of_segments(layout, layers, num_stages)
-    letters = tuple(_unrolled(layout).split("|"))
+    letters = tuple(unrolled(layout).split("|"))
     flat = "".join(letters)
     problem = None
     if set(flat) - set("EtmL"):
@@ -293,7 +293,7 @@ _LONGEST = 1_000_000  # letters
 _REPEATED = (re.compile(r"\(([^()]+)\)\*(\d{1,9})"), re.compile(r"([^*])\*(\d{1,9})"))
 
 
-def _unrolled(layout: str) -> str:
+def unrolled(layout: str) -> str:
     """Remove commas, and write out every repeated group and letter."""
     found = layout.replace(",", "")
     for pattern in _REPEATED:

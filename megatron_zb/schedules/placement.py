@@ -32,6 +32,18 @@ class Placement:
         return self.num_stages // self.pipeline_size
 
     @property
+    def mirrored(self) -> bool:
+        """Whether it runs on Megatron's pipeline ranks in mirror image.
+
+        Megatron reports the loss from its last pipeline rank, and a V ends on logical rank 0.
+        """
+        return self.rank_of[-1] != self.pipeline_size - 1
+
+    def pipeline_rank(self, rank: int) -> int:
+        """Return Megatron's pipeline rank of a logical rank, or the logical one of Megatron's."""
+        return self.pipeline_size - 1 - rank if self.mirrored else rank
+
+    @property
     def ranks_of(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each stage: one, but for :class:`GroupPlacement`."""
         return tuple((rank,) for rank in self.rank_of)
@@ -76,6 +88,10 @@ class GroupPlacement(Placement):
     @property
     def chunks(self) -> int:
         return 1
+
+    @property
+    def mirrored(self) -> bool:
+        return False
 
     @property
     def ranks_of(self) -> tuple[tuple[int, ...], ...]:

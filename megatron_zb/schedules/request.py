@@ -232,7 +232,9 @@ class Request:
         users = self.limit.per_rank(self.costs)
         return tuple(own) if users is None else tuple(map(min, own, users))
 
-    def check_feasible(self, name: str, limits: Sequence[float], needed: Sequence[float]) -> None:
+    def check_feasible(
+        self, name: str, placement: Placement, limits: Sequence[float], needed: Sequence[float]
+    ) -> None:
         """Refuse limits below what each rank needs.
 
         Raises:
@@ -242,8 +244,10 @@ class Request:
         rank = max(range(len(short)), key=short.__getitem__)
         if short[rank] > 1e-9 * (1 + needed[rank]):
             given, smallest = self.limit.said(needed[rank], rank, self.costs)
+            of_job = f" (Megatron's pipeline rank {placement.pipeline_rank(rank)})"
+            named = f"{rank}{of_job if placement.mirrored else ''}"
             raise LimitTooSmall(
-                f"{name} cannot keep the memory limit of {given}: rank {rank} needs at least "
+                f"{name} cannot keep the memory limit of {given}: rank {named} needs at least "
                 f"{smallest}",
                 needed[rank],
             )

@@ -20,7 +20,7 @@ from megatron_zb.schedules.kinds import (
     Home,
     Kind,
 )
-from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
+from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.stage_costs import Priced, StageCosts
 from megatron_zb.schedules.task_graph import Row, TaskGraph
@@ -159,21 +159,13 @@ class Rules:
         kind = "the gradient" if message.is_gradient else "the activation"
         return f"{kind} for stage {message.stage}, microbatch {message.microbatch}"
 
-    def awaited_in_words(
-        self, placement: Placement | None, channel: Channel, message: Message
-    ) -> str:
+    def awaited_in_words(self, placement: Placement | None, message: Message, sender: str) -> str:
         """Describe a message to a rank that waits for it: what comes, and from which rank."""
-        what = self.message_in_words(placement, message)
-        return f"{what}, from {rank_in_words(channel.source)}"
+        return f"{self.message_in_words(placement, message)}, from {sender}"
 
     def sizes_in_words(self, schedule: Sizes) -> str:
         """Describe the amount of work of a schedule."""
         return f"{schedule.num_microbatches} microbatches"
-
-
-def rank_in_words(rank: int) -> str:
-    """Name a rank of the schedule to users, who know the ranks of the job."""
-    return f"pipeline rank {rank} in schedule order"
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,12 @@ class Timeline:
     start: tuple[tuple[float, ...], ...]
     end: tuple[tuple[float, ...], ...]
     copies: tuple[tuple[Copy, ...], ...] = ()
+    of_job: bool = False
+    """Whether ranks are named by Megatron's pipeline rank, as in a job."""
+
+    def number(self, rank: int) -> int:
+        """Return the number of a rank for users."""
+        return self.schedule.placement.pipeline_rank(rank) if self.of_job else rank
 
     @cached_property
     def makespan(self) -> float:

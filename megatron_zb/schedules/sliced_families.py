@@ -126,7 +126,7 @@ def _built(name: str, request: Request, slicing: Slicing) -> Schedule:
     timeline = simulate(schedule, costs)
     users = request.limit.per_rank(costs)
     if users is not None:
-        request.check_feasible(name, users, timeline.peak_memory)
+        request.check_feasible(name, schedule.placement, users, timeline.peak_memory)
     allowed = users or timeline.peak_memory
     if costs.recomputes_or_offloads:  # memory bounds no time
         allowed = (math.inf,) * request.pipeline_size
@@ -173,7 +173,7 @@ def _with_recompute_or_offload(name: str, request: Request, slicing: Slicing) ->
     found = fitted(orders, costs, limit)
     if not found:
         needed = min((least_with_recomputation(order, costs) for order in orders), key=max)
-        request.check_feasible(name, limit, needed)
+        request.check_feasible(name, orders[0].placement, limit, needed)
         raise UsageError(f"{name} with slices: no order fits that offloads activations")
     return fuse_for_free(min(found, key=request.seconds).schedule, costs)
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_zb.schedules.kinds import At, Due, Home, Kind, Need
-from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
+from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.rules import Moment, Rules, Sizes, rank_in_words
+from megatron_zb.schedules.rules import Moment, Rules, Sizes
 from megatron_zb.schedules.task_graph import Row, TaskGraph
 
 _T, _S, _U = PassKind.T, PassKind.S, PassKind.U
@@ -114,12 +114,9 @@ class Relay(Rules):
             return super().message_in_words(placement, message)
         return f"the end of step {message.microbatch} for stage {message.stage}"
 
-    def awaited_in_words(
-        self, placement: Placement | None, channel: Channel, message: Message
-    ) -> str:
+    def awaited_in_words(self, placement: Placement | None, message: Message, sender: str) -> str:
         if not message.is_step_done:
-            return super().awaited_in_words(placement, channel, message)
-        sender = rank_in_words(channel.source)
+            return super().awaited_in_words(placement, message, sender)
         return f"{sender} to update its students in step {message.microbatch}"
 
     def sizes_in_words(self, schedule: Sizes) -> str:

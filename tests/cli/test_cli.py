@@ -74,6 +74,15 @@ def test_the_legend_tells_the_letters_of_all_chunks(
     assert words in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("name", "differ"), [("v-half", True), ("zb-h1", False)])
+def test_show_says_which_ranks_of_a_job_those_of_a_v_are(
+    name: str, differ: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["show", name, "-p", "4", "-m", "8"]) == 0
+    said = "in a job, ranks 0 to 3 of this drawing are Megatron's pipeline ranks 3 to 0\n"
+    assert (said in capsys.readouterr().out) is differ
+
+
 def test_show_tells_the_distance_to_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["show", "1f1b", *SIZES]) == 0
     printed = " ".join(capsys.readouterr().out.split())  # lines may be broken anywhere

@@ -254,8 +254,6 @@ def test_a_rank_that_waits_for_updates_says_so() -> None:
         done = Message(False, 0, 7, done_by=3)
         with progress.running(Pass(PassKind.U, 0, 8)), progress.waiting(Channel(3, 0), done):
             state = progress.state()
-    assert state.doing == (
-        "waits for pipeline rank 3 in schedule order to update its students in step 7"
-    )
+    assert state.doing == "waits for pipeline rank 3 to update its students in step 7"
     assert state.waits_for == 3
     assert state.passes == ("U of stage 0, step 8",)

@@ -126,7 +126,8 @@ def test_the_page_of_a_schedule_has_its_sentences_and_sizes(v_half: Path) -> Non
     said = [p.text for p in page.one("header").all("p")]
     report = timeline.schedule.report
     assert report is not None
-    assert said == [title_of(timeline), report_of(report)]
+    in_a_job = "in a job, ranks 0 to 3 of this drawing are Megatron's pipeline ranks 3 to 0"
+    assert said == [title_of(timeline), report_of(report), in_a_job]
     facts = {tr.one("th").text: tr.one("td").text for tr in page.one("table", of="facts").all("tr")}
     assert facts["pipeline ranks"] == "4"
     assert facts["F, B, W of a microbatch on a rank"] == "1, 1.2, 0.9"

@@ -81,6 +81,25 @@ def test_the_step_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert cells(page_of(both).one("section", id="step").one("table")) == rows
 
 
+def test_ranks_of_a_v_have_megatrons_numbers(tmp_path: Path) -> None:
+    """The first and the last stage are on Megatron's last pipeline rank, as a job prints."""
+    path, html = tmp_path / "run.yaml", tmp_path / "step.html"
+    write_profile(traced_steps.profile("v-half"), path)
+    write_trace(traced_steps.ran("v-half"), path)
+    assert cli.main(["trace", str(path), "--output", str(html)]) == 0
+    page = page_of(html)
+    stages = cells(page.one("section", id="costs").all("table")[0])
+    assert [row[:2] for row in stages] == [["0", "1"], ["1", "0"], ["2", "0"], ["3", "1"]]
+    step = page.one("section", id="step")
+    rows = cells(step.one("table"))
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert rows[0][3] == f"{1000 * traced_steps.LATE:+.2f}"
+    for svg in step.all("svg", of="schedule"):
+        names = [text.text for text in svg.all("text", of="name")]
+        assert names[:2] == ["rank 1", "rank 0"]
+    assert '"ofJob": true' in html.read_text(encoding="utf-8")
+
+
 def test_both_still_pictures_of_a_step_have_one_scale(tmp_path: Path) -> None:
     """Of time, and of memory: without scripts, too."""
     path, html = tmp_path / "run.yaml", tmp_path / "step.html"

@@ -59,6 +59,44 @@ def test_a_trace_for_viewers(file: Path, tmp_path: Path) -> None:
     assert len(passes) == 2 * 3 * P * M
 
 
+@pytest.fixture
+def v(tmp_path: Path) -> Path:
+    """A step of a V: the late rank, which has the inner stages, is Megatron's pipeline rank 0."""
+    path = tmp_path / "v.yaml"
+    write_profile(profile("v-half"), path)
+    write_trace(ran("v-half"), path)
+    return path
+
+
+def test_ranks_of_a_v_have_megatrons_numbers(
+    v: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late, other = compare(v).differences()
+    assert (late.rank, other.rank) == (0, 1)
+    assert late.compute_measured - late.compute_predicted == pytest.approx(LATE)
+    assert cli.main(["trace", str(v)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows if row and row[0] in "01"] == ["0", "1"]
+    assert next(row for row in rows if row and row[0] == "0")[3] == "+50.00"
+
+    json_file = tmp_path / "step.json"
+    assert cli.main(["trace", str(v), "--output", str(json_file)]) == 0
+    events = json.loads(json_file.read_text())["traceEvents"]
+    named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert named == {0: "rank 0", 1: "rank 1"}
+    ends = {e["tid"] for e in events if e["ph"] == "X" and e["args"]["stage"] in (0, 3)}
+    assert ends == {1}
+    counters = {e["name"] for e in events if e["ph"] == "C"}
+    assert counters == {f"activation memory, rank {rank}" for rank in range(2)}
+
+    assert v.read_text().startswith(
+        "# ranks are those of the schedule: rank r is pipeline rank 1 - r"
+    )
+    found = compare(v)
+    for axes in draw_below({"measured": found.measured}).axes[:1]:
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 1", "rank 0"]
+
+
 def test_a_picture_of_both(file: Path, tmp_path: Path) -> None:
     found = compare(file)
     figure = draw_below({"measured": found.measured, "predicted": found.predicted})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -70,6 +71,27 @@ def norm_of_halves() -> tuple[float, float]:
     tensors = [(scale * torch.randn(50, 20)).half() for scale in (0.1, 0.5, 1.0)]
     found, _ = utils.local_multi_tensor_l2_norm(0, None, [tensors], False)
     return found.item(), torch.cat(tensors).double().norm().item()
+
+
+def logged_by_a_fork(warning: str) -> list[str]:
+    """What Megatron's tracker logs where a forward draws, and a warning of the same module."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    logger, messages = logging.getLogger(megatron_random.__name__), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    tracker = megatron_random.CudaRNGStatesTracker()
+    tracker.add("drawing", 1)
+    with tracker.fork("drawing"):
+        torch.rand(1)
+    logger.warning(warning)
+    return messages
+
+
+def test_the_generator_of_the_cpu_is_no_reason_to_warn(ranks: Any) -> None:
+    """A forward that draws changes it, since it is CUDA's, too."""
+    assert ranks(2).run(logged_by_a_fork, warning="another") == [["another"]] * 2
 
 
 def test_norms_of_16_bits_are_not_rounded_to_16_bits(ranks: Any) -> None:

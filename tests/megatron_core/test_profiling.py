@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +45,7 @@ from megatron_zb.measured.profile import (
 from megatron_zb.measured.trace import compare
 from megatron_zb.megatron_core import profiling
 from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.profiled_steps import iterations_left
 from megatron_zb.megatron_core.profiling import (
     ITERATIONS,
     PAIRED,
@@ -456,6 +458,65 @@ def test_what_cannot_be_measured_is_refused() -> None:
         adapter_of("v-half").profile(None, ITERATIONS)
     with pytest.raises(UsageError, match="--pipeline-schedule-file: a finished schedule"):
         adapter_of("v-half").profile(None, 100, is_named=False)
+
+
+SHORT = "--pipeline-profile profile.yaml has measured nothing: it needs 9 iterations of 6 "
+
+
+def said_in_a_run(
+    iterations: int, left: int | None, pipeline: tuple[Path | None, int | None], m: int = M
+) -> list[str]:
+    """What a run of some iterations prints, to its end; it knows how many are left, or does not."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), built(GPTCase(), "zb-h1", M) as (adapter, chunks):
+        assert adapter is not None
+        adapter.profile(*pipeline)
+        adapter.count_iterations(lambda: left)
+        function = adapter.forward_backward_func
+        for _ in range(iterations):
+            forward_backward(function, chunks, [microbatches(GPTCase(), m) for _ in chunks], m)
+        function.close()
+    return [line for line in printed.getvalue().splitlines() if line.startswith("megatron_zb: ")]
+
+
+@pytest.mark.parametrize(
+    ("iterations", "left", "m", "said"),
+    [
+        (
+            1,
+            7,
+            M,
+            "--pipeline-profile profile.yaml needs 9 iterations, and this run has 7: nothing is "
+            "measured; train for 2 more, or leave it out",
+        ),
+        (2, None, M, f"{SHORT}microbatches, 7 more than this run had"),
+        (2, 20, 4, f"{SHORT}microbatches, 9 more than this run had"),
+        (0, None, M, f"{SHORT}microbatches, 9 more than this run had"),
+    ],
+    ids=["known", "unknown", "other microbatches", "no training"],
+)
+def test_a_run_that_is_too_short_for_its_profile_says_what_is_missing(
+    ranks: RankPools, iterations: int, left: int | None, m: int, said: str
+) -> None:
+    """Once, on the first rank."""
+    run: dict[str, Any] = {"iterations": iterations, "left": left, "m": m}
+    found = ranks(2).run(said_in_a_run, pipeline=(Path("profile.yaml"), None), **run)
+    assert found == [[f"megatron_zb: {said}"], []]
+
+
+def test_a_run_of_a_whole_profile_misses_nothing(ranks: RankPools, tmp_path: Path) -> None:
+    path = tmp_path / "profile.yaml"
+    run: dict[str, Any] = {"iterations": ITERATIONS, "left": ITERATIONS}
+    found = ranks(2).run(said_in_a_run, pipeline=(path, None), **run)
+    assert found == [[f"megatron_zb: the profile is in {path}"], []]
+
+
+def test_a_run_ends_at_its_last_iteration_or_at_an_interval() -> None:
+    assert iterations_left(3, 10, None) == 7
+    assert iterations_left(3, 10, 5) == 2
+    assert iterations_left(5, 10, 5) == 5
+    assert iterations_left(8, 10, 50) == 2
+    assert iterations_left(8, None, None) is None
 
 
 def profile(**changes: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from feature_matrix import _LATENT, _MOE
 from gpt_cases import GPTCase, Outcome, built, forward_backward, microbatches, run
 from megatron.core import parallel_state
-from ranks import RankPools
+from ranks import RankFailure, RankPools
 from sizes import every_value
 
 from megatron_zb import schedules
@@ -237,6 +237,57 @@ def test_samples_of_a_blend_are_cut() -> None:
         next(SlicedReading(iter([sample]), (0, 6, 8)))
     with pytest.raises(UsageError, match="cu_seqlens of a microbatch has no axis of 8 tokens"):
         next(SlicedReading(iter([{"cu_seqlens": tokens[:, :3]}]), (0, 6, 8)))
+
+
+class Watched:
+    """A user's context manager that keeps the exceptions which leave it."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        self.seen.append(kind)
+
+
+def left_by_a_refusal(case: GPTCase) -> list[Any]:
+    """What leaves the user's context manager where the second microbatch is refused."""
+    watched = Watched()
+
+    def step(iterator: Iterator[Any], model: Any) -> tuple[Any, Any]:
+        with watched:
+            return STEP(iterator, model)
+
+    with built(case, "1f1b", MICROBATCHES) as (adapter, chunks):
+        assert adapter is not None
+        batches = [*microbatches(case, MICROBATCHES)]
+        batches[1]["tokens"] = batches[1]["tokens"][:, :3]
+        try:
+            function = adapter.forward_backward_func
+            forward_backward(function, chunks, [iter(batches)], MICROBATCHES, step=step)
+        except UsageError as error:
+            assert "tokens of a microbatch has no axis of" in str(error)
+            raise AssertionError(f"left by {watched.seen}") from error
+    return []
+
+
+def test_a_refusal_of_data_leaves_no_context_manager_of_the_user(ranks: RankPools) -> None:
+    """Both slices of the first microbatch run."""
+    with pytest.raises(RankFailure, match=r"AssertionError: left by \[None, None\]"):
+        ranks(2).run(left_by_a_refusal, case=replace(PLAIN, slices="2"))
+
+
+def test_a_microbatch_is_checked_once_and_its_end_is_left_to_the_step() -> None:
+    tokens = torch.arange(8)[None]
+    reading = SlicedReading(iter([{"tokens": tokens}]), (0, 4, 8))
+    for unit in (0, 0, 1):
+        reading.check_next(unit)
+    assert [next(reading)["tokens"].tolist() for _ in range(2)] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    reading.check_next(2)
+    with pytest.raises(StopIteration):
+        next(reading)
 
 
 def outcomes(case: GPTCase, name: str) -> Outcome:

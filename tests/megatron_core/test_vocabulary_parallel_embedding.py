@@ -38,6 +38,7 @@ def first_stage(step: Callable[..., Any], data: Iterator[Any], depths: int = 1) 
         pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)),
         forward_only=False,
         memory=None,
+        placeholder=lambda microbatch: torch.zeros(3, 2, 1),
         forward_step_func=step,
         data_iterators=[data],
         model=[model],
@@ -49,25 +50,70 @@ def first_stage(step: Callable[..., Any], data: Iterator[Any], depths: int = 1) 
     return FirstStage(called, 0, split, output, HandoffBuffer())
 
 
-def test_a_microbatch_is_read_up_to_the_call_of_the_model() -> None:
-    """Each once, its tokens in the order of the sequence."""
-    after: list[str] = []
+class Watched:
+    """A user's context manager that keeps the exceptions which leave it."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        self.seen.append(kind)
+
+
+def test_a_microbatch_is_read_without_the_model() -> None:
+    """Each once, its tokens in the order of the sequence; no exception ends the forward step."""
+    watched, shapes = Watched(), []
 
     def step(data: Iterator[torch.Tensor], model: Model) -> Any:
-        result = model(next(data), labels=1)
-        after.append("called")
+        with watched:
+            result = model(next(data), labels=1)
+        shapes.append(result.shape)
         return result, None
 
     stage = first_stage(step, iter([torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 3)]))
     assert stage.read(0).tolist() == [1, 4, 2, 5, 3, 6]
     assert stage.read(1).tolist() == [1.0] * 6
-    assert after == []
+    assert watched.seen == [None, None]
+    assert shapes == [(3, 2, 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda output: output * 2, "mul"),
+        (lambda output: output.view(-1).float().sum() and output, "view"),
+        (lambda output: torch.cat([output, output]), "cat"),
+        (lambda output: [*output][3], "unbind"),
+        (lambda output: torch.zeros(1), "another output"),
+    ],
+    ids=["changed", "looked at", "in a list", "an error", "another"],
+)
+def test_a_step_that_uses_the_output_is_refused_after_it(change: Any, name: str) -> None:
+    watched = Watched()
+
+    def step(data: Iterator[torch.Tensor], model: Model) -> Any:
+        with watched:
+            output = model(next(data))
+        return change(output), None
+
+    stage = first_stage(step, iter([torch.ones(2, 3)]))
+    with pytest.raises(UsageError) as caught:
+        stage.read(0)
+    assert str(caught.value) == (
+        f"the forward step uses the output of the model of the first stage ({name}) before it "
+        "returns it, so the embedding cannot be vocabulary parallel: compute in the loss function, "
+        "or give --pipeline-vocabulary off"
+    )
+    assert watched.seen == [None]
 
 
 def test_for_prediction_the_tokens_that_follow_are_read_too() -> None:
     """None follows the last one, for which Megatron takes number 0."""
     tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    stage = first_stage(lambda data, model: model(next(data)), iter([tokens]), depths=3)
+    stage = first_stage(lambda data, model: (model(next(data)), None), iter([tokens]), depths=3)
     assert stage.read(0).view(3, 3, 2).mT.tolist() == [
         [[1, 2, 3], [4, 5, 6]],
         [[2, 3, 0], [5, 6, 0]],
@@ -80,19 +126,21 @@ def test_a_step_that_reads_no_tokens_is_refused() -> None:
     with pytest.raises(UsageError, match="did not call the model of the first stage"):
         stage.read(0)
     for options in ({}, {"input_ids": torch.ones(1, 2), "decoder_input": torch.ones(1)}):
-        stage = first_stage(lambda data, model, o=options: model(**o), iter([]))
+        stage = first_stage(lambda data, model, o=options: (model(**o), None), iter([]))
         with pytest.raises(UsageError, match="was not called with input_ids"):
             stage.read(0)
 
 
-def test_an_error_of_the_users_own_step_is_raised_and_the_hook_goes() -> None:
+def test_an_error_of_the_users_own_step_is_raised_and_the_model_runs_again() -> None:
     def step(data: Iterator[Any], model: Model) -> Any:
         raise KeyError("tokens")
 
     stage = first_stage(step, iter([]))
     with pytest.raises(KeyError, match="tokens"):
         stage.read(0)
-    assert not stage._step.model[0]._forward_pre_hooks
+    model = stage._step.model[0]
+    model.lookups.given = [torch.ones(6, 1)]
+    assert model(torch.ones(2, 3)).shape == (3, 2, 1)
 
 
 @pytest.mark.parametrize("spread", [True, False])

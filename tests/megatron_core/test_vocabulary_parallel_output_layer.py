@@ -17,6 +17,7 @@ from brief_searches import briefly
 from gpt_cases import GPTCase, Outcome
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from rank_process import Kind
 from ranks import RankFailure, RankPools
 from vocabulary_parallel_outcomes import Gradients, gathered, whole, with_shards
@@ -276,7 +277,7 @@ def test_the_watchdog_tells_what_a_rank_waits_for(
     held_up: dict[str, Any] = {"kind": PassKind(kind), "rank": rank, "count": count}
     said = ranks(2).run(words_while_held_up, case=GPTCase(), **held_up)
     assert f"is in {doing}, microbatch j" in said[rank]
-    source = f"from pipeline rank {rank} in schedule order"
+    source = f"from pipeline rank {rank}"
     assert f"waits for {waits}, microbatch j, {source}" in said[1 - rank]
 
 
@@ -376,6 +377,29 @@ def test_a_later_change_of_a_shard_ends_the_step(ranks: RankPools, change: str, 
     """On the rank that finds it; torchrun ends the others."""
     with pytest.raises(RankFailure, match=f"UsageError: {said}"):
         ranks(2).run(gpt_cases.run, case=late(change), schedule="v-half", num_microbatches=[4])
+
+
+def mean_in_step(data: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+    """Compute the loss in the forward step, on the last stage of what are hidden states."""
+    output, usual = gpt_cases._forward_step(data, model)
+    if not get_attr_wrapped_model(model, "post_process"):
+        return output, usual
+    return output.mean(), lambda loss: (loss, {"lm loss": loss.detach()})
+
+
+def run_with_mean(case: GPTCase) -> None:
+    with gpt_cases.built(replace(case, vocabulary=True), "zb-h1", 4) as (adapter, chunks):
+        assert adapter is not None
+        data = [gpt_cases.microbatches(case, 4) for _ in chunks]
+        function = adapter.forward_backward_func
+        gpt_cases.forward_backward(function, chunks, data, 4, step=mean_in_step)
+
+
+def test_a_loss_in_the_forward_step_is_refused(ranks: RankPools) -> None:
+    """It would be one of hidden states. On the rank that finds it; torchrun ends the others."""
+    said = "UsageError: the forward step uses the output of the model of the last stage \\(mean\\)"
+    with pytest.raises(RankFailure, match=said):
+        ranks(2).run(run_with_mean, case=GPTCase())
 
 
 def late(change: str) -> GPTCase:

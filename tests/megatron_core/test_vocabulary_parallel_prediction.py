@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import gpt_cases
@@ -13,6 +14,9 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import RankPools
 from vocabulary_parallel_outcomes import gathered
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.vocabulary_shard import PredictedLosses
 
 FULL = pytest.mark.full
 ONE = GPTCase(multi_token=1, rotary=True, layers=8)
@@ -92,3 +96,15 @@ def test_prediction_trains_as_megatrons(ranks: RankPools, name: str, others: lis
         pytest.skip("this megatron-core lacks it")
     found = ranks(count).run(differences, case=case, schedules=["v-half", *others])
     assert found == [[]] * count
+
+
+def test_an_output_processor_is_refused_after_the_call_of_the_model() -> None:
+    """An error in the call would leave context managers of the user's forward step."""
+    model: Any = SimpleNamespace(_postprocess=lambda **call: torch.zeros(2, 1, 4))
+    shard: Any = SimpleNamespace(loss=lambda labels, hidden: hidden)
+    losses = PredictedLosses(model, shard)
+    model._postprocess(labels=torch.zeros(1, 2))
+    losses.call()
+    model._postprocess(labels=torch.zeros(1, 2), output_processor=print)
+    with pytest.raises(UsageError, match="the model was called with an output_processor"):
+        losses.call()

@@ -122,6 +122,15 @@ def test_the_memory_of_the_fullest_rank_has_all_its_parts(snapshot: bool) -> Non
     assert len(memory.parts()) == 10
 
 
+def test_the_fullest_rank_of_a_v_has_megatrons_number() -> None:
+    """Logical rank 0 has both ends of a V; it is Megatron's last pipeline rank."""
+    staged = cut_into_stages(load(small(vocabulary=200_000)), candidates_of(["v-half"])[-1], None)
+    assert staged is not None
+    assert staged.logits(0) > 0
+    schedule = schedules.build("v-half", pipeline_size=4, num_microbatches=8)
+    assert worst_rank(staged, schedule, snapshot=False).rank == 3
+
+
 @pytest.mark.parametrize(("tied", "copies"), [(True, 1), (False, 2)])
 def test_a_tied_embedding_is_kept_once_where_both_ends_are_on_one_rank(
     tied: bool, copies: int

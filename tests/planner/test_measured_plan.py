@@ -68,6 +68,15 @@ def test_a_heavy_output_layer_asks_for_an_uneven_layout() -> None:
     assert even[0].seconds == even[0].seconds_even
 
 
+def test_the_fullest_rank_has_megatrons_number() -> None:
+    """The output layer holds the most: on the last rank of both, which is logical rank 0 of a V."""
+    values = profile().model_dump()
+    values["stages"][-1]["activation"] = 9000
+    asked = ProfileRequest(Profile.model_validate(values), 8, None, False)
+    found, _ = rows(asked, candidates_of(["v-half", "zb-h1"])[2:])
+    assert {row.candidate: row.rank for row in found} == {"v-half": 3, "zb-h1": 3}
+
+
 def with_rows(**model: int) -> Profile:
     """The profile of a whole output layer that tells its rows."""
     values = profile().model_dump()

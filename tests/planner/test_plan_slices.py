@@ -369,7 +369,7 @@ def test_slices_that_cannot_be_had_are_refused(
 
 def test_slices_of_a_training_are_kept_or_refused() -> None:
     words = [*model_flags(LONG), "--padded-vocab-size", "32000", "--bf16"]
-    assert read_training([*words, "--pipeline-slices", "4"])[1]["slices"] == "4"
+    assert read_training([*words, "--pipeline-slices", "4"]).sizes["slices"] == "4"
     with pytest.raises(UsageError, match="slices of a plan have equal lengths"):
         read_training([*words, "--pipeline-slices", "2,1,1"])
     with pytest.raises(UsageError, match="--reset-attention-mask cannot be combined"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_zb.measured.profile import read_profile, write_profile
 from megatron_zb.measured.trace import compare
-from real_megatron_lm.runs import MODEL, PIPELINE, check_equal, pretrain
+from real_megatron_lm.runs import MODEL, PIPELINE, PIPELINE_OF_TWO, check_equal, pretrain
 
 _LONGER = MODEL.replace("--train-iters 7", "--train-iters 14")
 
@@ -41,3 +41,22 @@ def test_auto_measures_and_a_profile_balances(
     check_equal(balanced, upstream)
     assert "stage 7 (output layer)" in balanced.output
     assert "layers are balanced for " in balanced.output
+
+
+def test_a_run_that_is_too_short_for_its_profile_says_so(checkout: Path, tmp_path: Path) -> None:
+    """At its first iteration if it knows its end, else at the end: one is skipped here."""
+    file = tmp_path / "run.yaml"
+    profiled = f"{PIPELINE_OF_TWO} --pipeline-schedule zb-h1 --pipeline-profile {file}"
+    short, skipping = (
+        pretrain(checkout, MODEL, profiled, more, ranks=2)
+        for more in ("--exit-interval 2", "--train-iters 9 --iterations-to-skip 3")
+    )
+    assert short.said[-1:] == [
+        f"megatron_zb: --pipeline-profile {file} needs 9 iterations, and this run has 2: nothing "
+        "is measured; train for 7 more, or leave it out"
+    ]
+    assert skipping.said[-1:] == [
+        f"megatron_zb: --pipeline-profile {file} has measured nothing: it needs 9 iterations of 8 "
+        "microbatches, 1 more than this run had"
+    ]
+    assert not file.exists()

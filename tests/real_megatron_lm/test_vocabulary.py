@@ -51,6 +51,11 @@ def test_shards_of_an_upstream_checkpoint_log_what_upstream_logs(start: Start) -
     check_near(start.shards, start.upstream)
 
 
+def test_no_exception_leaves_megatrons_context_managers(start: Start) -> None:
+    """Its straggler detector, which is around the call of the model, prints each of them."""
+    assert "Traceback" not in start.shards.output
+
+
 def test_multi_token_prediction_logs_what_upstream_logs(checkout: Path, tmp_path: Path) -> None:
     """Its losses, too; from a checkpoint of Megatron's own, whose last stage has two embeddings."""
     more = "--mtp-num-layers 2 --position-embedding-type rope"

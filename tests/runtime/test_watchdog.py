@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +32,7 @@ from megatron_zb.runtime.watchdog import (
     judged,
     who_holds_up,
 )
+from megatron_zb.schedules import build
 from megatron_zb.schedules.passes import Channel, Message, Pair, Pass, PassKind
 
 
@@ -152,10 +154,33 @@ def test_a_rank_that_is_gone_is_named_by_all_others() -> None:
     job = Job([waiting(1, 0), waiting(2, 1), None], seconds=0.4)
     job.wait({0, 1})
     for logical, lines in job.lines.items():
-        assert f"rank {FIRST + logical} (pipeline rank {logical} in schedule order)" in lines[0]
+        host = socket.gethostname()
+        assert f"rank {FIRST + logical} (pipeline rank {logical}, on {host}) has" in lines[0]
+        source = f"from rank {FIRST + logical + 1} (pipeline rank {logical + 1})"
+        assert lines[0].endswith(source)
         assert f"waits for the activation for stage {logical}, microbatch 1" in lines[0]
         assert f"F of stage {logical}, microbatch 0" in lines[1]
         assert lines[3].startswith("megatron_zb: error: rank 12 holds up all others: it does not")
+
+
+def test_ranks_of_a_v_have_megatrons_numbers() -> None:
+    """A V begins on Megatron's last pipeline rank, as the start of the job says."""
+    schedule = build("v-half", pipeline_size=4, num_microbatches=8)
+    progress, stack = RankProgress(schedule=schedule), ExitStack()
+    with stack:
+        waiting(1, 0)(progress, stack)
+        doing = progress.state({logical: 7 - logical for logical in range(4)}).doing
+        assert doing.endswith("from rank 6 (pipeline rank 2)")
+        assert progress.state().doing.endswith("from pipeline rank 2")
+    place = WatchedRank(1, (7, 6, 5, 4), mirrored=True)
+    assert (place.rank, place.pipeline_rank) == (6, 2)
+    assert WatchedRank(1, (4, 5, 6, 7)).pipeline_rank == 1
+
+
+def test_the_host_of_a_rank_that_is_gone_is_named() -> None:
+    job = Job([waiting(1, 0), stopped], seconds=0.4)
+    job.wait({0})
+    assert job.lines[0][3].endswith(f", or its host is gone; it is on {socket.gethostname()}")
 
 
 def test_a_rank_in_a_long_pass_is_named_with_the_pass() -> None:
@@ -168,7 +193,7 @@ def test_a_rank_in_a_long_pass_is_named_with_the_pass() -> None:
 def test_a_rank_that_takes_no_messages_is_named_and_not_the_one_that_sends_them() -> None:
     job = Job([sending(0, 1), running], seconds=0.4)
     job.wait({0, 1})
-    takes = "it waits until pipeline rank 1 in schedule order takes what it has sent"
+    takes = "it waits until rank 11 (pipeline rank 1) takes what it has sent"
     assert job.lines[0][0].endswith(takes)
     for lines in job.lines.values():
         assert "rank 11 holds up all others: it is in F of stage 1, microbatch 7" in lines[3]

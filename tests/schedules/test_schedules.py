@@ -583,6 +583,14 @@ def test_auto_is_never_slower_than_a_named_schedule_of_its_placement(
     assert compared
 
 
+def test_a_limit_that_is_too_small_names_the_rank_of_the_schedule_and_of_a_job() -> None:
+    build = partial(schedules.build, pipeline_size=4, num_microbatches=8, memory_limit=0.01)
+    with pytest.raises(UsageError, match=r": rank 0 \(Megatron's pipeline rank 3\) needs at least"):
+        build("v-half")
+    with pytest.raises(UsageError, match=": rank 0 needs at least"):
+        build("zb-h1")
+
+
 def test_every_family_of_the_catalog_takes_part_in_auto() -> None:
     """A schedule that is added to the catalog has to be added to auto, too."""
     taking_part = {*auto_module._ONE_CHUNK, *auto_module._V}

@@ -15,7 +15,8 @@ SECONDS = {PassKind.F: 0.1, PassKind.B: 0.2, PassKind.W: 0.1}
 LATE = 0.05  # seconds by which rank 1's third pass is longer than its median
 
 
-def profile() -> Profile:
+def profile(schedule: str = "zb-h1") -> Profile:
+    """The profile of zb-h1, or of a V."""
     stage = {
         "forward": 0.1,
         "backward": 0.2,
@@ -24,7 +25,7 @@ def profile() -> Profile:
         "held_for_weight": 50,
     }
     model = {
-        "layers": 2,
+        "layers": len(_STAGES[schedule]),
         "hidden_size": 32,
         "sequence_length": 16,
         "microbatch": 1,
@@ -35,24 +36,27 @@ def profile() -> Profile:
         {
             "version": 1,
             "device": "CPU",
-            "schedule": "zb-h1",
+            "schedule": schedule,
             "pipeline_size": P,
             "num_microbatches": M,
             "message": 8,
             "model": model,
-            "stages": [
-                {"rank": 0, "layers": "Et", **stage},
-                {"rank": 1, "layers": "tL", **stage},
-            ],
+            "stages": [{"rank": rank, "layers": of, **stage} for rank, of in _STAGES[schedule]],
             "links": [],
         }
     )
 
 
-def ran() -> Trace:
+_STAGES = {
+    "zb-h1": ((0, "Et"), (1, "tL")),
+    "v-half": ((0, "Et"), (1, "t"), (1, "t"), (0, "tL")),
+}
+
+
+def ran(name: str = "zb-h1") -> Trace:
     """As predicted, but rank 1 is late in one pass and all that follows is later by so much."""
-    schedule = split_all(schedules.build("zb-h1", pipeline_size=P, num_microbatches=M))
-    timeline = schedules.simulate(schedule, profile().costs(schedule.placement))
+    schedule = split_all(schedules.build(name, pipeline_size=P, num_microbatches=M))
+    timeline = schedules.simulate(schedule, profile(name).costs(schedule.placement))
     ranks: list[list[Any]] = []
     for rank, passes in enumerate(schedule.ranks):
         spans = []

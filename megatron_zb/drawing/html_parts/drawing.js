@@ -197,6 +197,12 @@ const pictures = (() => {
 
     length(value) { return `${digits(value * this.unit.scale, 6)} ${this.unit.symbol}`.trim(); }
 
+    /** Of a job, Megatron's pipeline rank; a V is on its ranks in mirror image. */
+    number(rank) {
+      const { p, place } = this.timeline;
+      return constants.ofJob && place.rankOf.at(-1) !== p - 1 ? p - 1 - rank : rank;
+    }
+
     passAt(rank, time, isLower) {
       const { place, ranks, paired, start, end } = this.timeline;
       let at = lastBefore(start[rank], time);
@@ -204,7 +210,7 @@ const pictures = (() => {
       if (at < 0 || time > end[rank][at]) {
         const from = at < 0 ? this.timeline.first : end[rank][at];
         const to = start[rank][at + 1] ?? this.timeline.first + this.timeline.makespan;
-        return `rank ${rank}, idle\n${this.time(from)} to ${this.time(to)}: ${this.length(to - from)}`;
+        return `rank ${this.number(rank)}, idle\n${this.time(from)} to ${this.time(to)}: ${this.length(to - from)}`;
       }
       const { kind, stage, microbatch } = ranks[rank][at];
       const letter = LETTERS[kind];
@@ -213,14 +219,14 @@ const pictures = (() => {
       const pair = [paired[rank].has(at) && at + 1, paired[rank].has(at - 1) && at - 1]
         .filter((other) => other !== false).map((other) => ranks[rank][other])
         .map((q) => ` with ${LETTERS[q.kind]} of stage ${q.stage}, microbatch ${q.microbatch}`);
-      return `${letter}, ${constants.kinds[letter]}${pair.join("")}\nrank ${rank}, stage ${stage}${chunk}, `
+      return `${letter}, ${constants.kinds[letter]}${pair.join("")}\nrank ${this.number(rank)}, stage ${stage}${chunk}, `
         + `microbatch ${microbatch}\n${this.time(from)} to ${this.time(to)}: ${this.length(to - from)}`;
     }
 
     heldAt(rank, time) {
       const { times, held } = this.timeline.lines[rank];
       const now = held[lastBefore(times, time)] ?? 0;
-      return `rank ${rank} holds ${digits(now, 4)} microbatches at ${this.time(time)}\n`
+      return `rank ${this.number(rank)} holds ${digits(now, 4)} microbatches at ${this.time(time)}\n`
         + `at most ${digits(this.timeline.peaks[rank], 4)}`;
     }
 
@@ -256,7 +262,7 @@ const pictures = (() => {
       const left = this.x(first), width = this.x(first + makespan) - left;
       const rows = Array.from({ length: p }, (_, rank) =>
         `<text class="name" x="${sizes.labels - 8}" y="${rank * sizes.row + sizes.row / 2}">`
-        + `rank ${rank}</text>`);
+        + `rank ${this.number(rank)}</text>`);
       return `<rect class="ground" x="${left}" y="0" width="${width}" `
         + `height="${p * sizes.row}"/>${rows.join("")}`;
     }
@@ -336,7 +342,7 @@ const pictures = (() => {
       const worst = isWorst ? " worst" : "";
       const level = (name, held) => (held === null ? ""
         : `<path class="${name}" d="M${sizes.labels},${short(this.y(rank, held))}h${this.inner}"/>`);
-      return `<text class="name${worst}" x="${sizes.labels - 8}" y="${middle}">rank ${rank}</text>`
+      return `<text class="name${worst}" x="${sizes.labels - 8}" y="${middle}">rank ${this.number(rank)}</text>`
         + `<path class="held" data-rank="${rank}" fill="${constants.memory}" `
         + `d="M${sizes.labels},${short(this.y(rank, 0))}${this.steps(line, rank)}"/>`
         + level("reference", this.baseline) + level("limit", this.limit)

@@ -181,7 +181,7 @@ def search_with_vocabulary(
     smallest = Problem(placement, request.num_microbatches, costs, limit).smallest_limit
     ranks = range(placement.pipeline_size)
     needed = [smallest(rank) + _ROOM * shards.held[rank] for rank in ranks]
-    request.check_feasible(name, limit, needed)
+    request.check_feasible(name, placement, limit, needed)
     left = [most - _ROOM * held for most, held in zip(limit, shards.held, strict=True)]
     orders = _orders(placement, costs, request, left, split=split)
     filled = [each for order in orders for each in _filled(placement, order, costs, left, request)]

@@ -286,7 +286,7 @@ def place_weight_gradients(
     """
     costs = request.costs.for_placement(placement)
     limit = request.limits(placement, peak_microbatches)
-    request.check_feasible(name, limit, least_memory(order, costs))
+    request.check_feasible(name, placement, limit, least_memory(order, costs))
     make = engine(len(_EAGERNESS) * sum(map(len, order)))
     filler = GapFiller(placement, order, costs, limit, make)
     filled = [found for each in _EAGERNESS if (found := filler.fill(each)) is not None]

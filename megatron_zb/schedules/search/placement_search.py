@@ -105,7 +105,7 @@ def search_placement(
     tail_seconds = _tail_seconds(placement, table) if request.back_to_back else ()
     problem = Problem(placement, m, table, limit, split, tail_seconds)
     ranks = range(placement.pipeline_size)
-    request.check_feasible(name, limit, [problem.smallest_limit(r) for r in ranks])
+    request.check_feasible(name, placement, limit, [problem.smallest_limit(r) for r in ranks])
     timed = [(s.ranks, simulate(s, request.costs)) for s in known]
 
     def at(limit: tuple[float, ...], tail: tuple[float, ...] = tail_seconds) -> Found:
@@ -185,7 +185,7 @@ def with_recompute_or_offload(
     problem = Problem(placement, m, table, limit)
     ranks = range(placement.pipeline_size)
     smallest = [recompute_search.smallest_limit(problem, rank) for rank in ranks]
-    request.check_feasible(name, limit, smallest)
+    request.check_feasible(name, placement, limit, smallest)
     found: list[Schedule] = []
     refused: UsageError | None = None
     try:
