@@ -5,7 +5,6 @@ docs/schedules.md has the table of the outcomes.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,9 @@ from user_losses import LOSSES, METRICS, OTHER_STEPS, differences, records_and_g
 PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
 PLAIN = GPTCase(layers=4)
 EXACT = replace(PLAIN, exact=True)
-LENGTHS = replace(PLAIN, lengths=(16, 8, 12))
+LENGTHS = GPTCase(
+    layers=4, lengths=(16, 8, 12), options=(("moe_token_dispatcher_type", "alltoall"),)
+)
 WAYS = {
     "slices": (replace(EXACT, slices="4"), EXACT, 1e-12),
     "vocabulary": (replace(PLAIN, vocabulary=True), PLAIN, 5e-6),

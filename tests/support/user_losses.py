@@ -89,8 +89,8 @@ def forward_step(what: str, iterator: Iterator[Any], model: Any) -> tuple[Any, A
 def loss_of(what: str, mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, ...]:
     with torch.no_grad():
         metric = METRICS.get(what, mean)(mask, losses)
-    loss = LOSSES.get(what, LOSSES["mean over tokens"])(mask, losses)
-    return (*loss, {what: metric})
+    loss, *tokens = LOSSES.get(what, LOSSES["mean over tokens"])(mask, losses)
+    return 1 * loss, *tokens, {what: metric}  # Megatron divides a loss in place
 
 
 def _of_logits(mask: torch.Tensor, labels: torch.Tensor, logits: torch.Tensor) -> tuple[Any, ...]:
