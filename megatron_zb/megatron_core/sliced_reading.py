@@ -42,7 +42,7 @@ class ReadingArguments:
         """End what :meth:`of_batch` has changed, before its context ends."""
 
 
-class _Microbatch(NamedTuple):
+class _ReadMicrobatch(NamedTuple):
     """A microbatch as the user's forward step gets it, whole and what is cut into slices."""
 
     whole: Any
@@ -79,8 +79,8 @@ class SlicedReading:
     ) -> None:
         self._whole, self.borders = whole, borders
         self.options = options or ReadingOptions()
-        self._read, self._microbatch = 0, _Microbatch(None, {})
-        self._seen, self._ahead = deque[Any](), deque[_Microbatch]()
+        self._read, self._microbatch = 0, _ReadMicrobatch(None, {})
+        self._seen, self._ahead = deque[Any](), deque[_ReadMicrobatch]()
         self.kept: dict[int, Any] = {}
         """Whole microbatches by number, where their losses are computed."""
         self._starts: dict[int, torch.Tensor] = {}
@@ -123,9 +123,9 @@ class SlicedReading:
         # contiguous: Megatron's loss function views the mask as one row
         return {n: tensor[:, start:end].contiguous() for n, tensor in self._microbatch.cut.items()}
 
-    def _checked(self, microbatch: Any, number: int) -> _Microbatch:
+    def _checked(self, microbatch: Any, number: int) -> _ReadMicrobatch:
         if microbatch is None:  # of a stage that needs no data
-            return _Microbatch(None, {})
+            return _ReadMicrobatch(None, {})
         if not isinstance(microbatch, dict):
             raise UsageError(
                 f"{FLAG}: the data has a {type(microbatch).__name__} for a microbatch, but only "
@@ -145,8 +145,8 @@ class SlicedReading:
                     "behind its first: leave the flag out for this data"
                 )
         if self.options.is_shared:
-            return _Microbatch(found, found)
-        return _Microbatch({n: t for n, t in microbatch.items() if n != _MASK}, found)
+            return _ReadMicrobatch(found, found)
+        return _ReadMicrobatch({n: t for n, t in microbatch.items() if n != _MASK}, found)
 
     def _check_causal(self, mask: torch.Tensor) -> None:
         """Refuse a mask that keeps attention within documents: slices leave masks out."""

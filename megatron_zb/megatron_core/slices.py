@@ -1,4 +1,4 @@
-"""Token slices in Megatron's models: attention with a prefix, and stages that run one slice.
+"""Token slices in Megatron's models: attention with a prefix, and what stages are set.
 
 A stage runs one slice of a microbatch at a time (:mod:`megatron_zb.schedules.slices`). Its layers
 see a shorter sequence. Only attention needs more: in F, the keys and values of the slices before
@@ -9,9 +9,7 @@ bfloat16 would lose digits with every slice.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -19,7 +17,6 @@ from math import lcm
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -27,7 +24,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.model_calls import answered, inner_model, recorded
 from megatron_zb.megatron_core.sliced_context import ContextShare
 from megatron_zb.megatron_core.sliced_documents import ENDS, Cut, Documents, all_reduced_max
 from megatron_zb.megatron_core.sliced_engine import add_gradients_in_any_order
@@ -39,7 +35,7 @@ from megatron_zb.megatron_core.sliced_reading import (
     SlicedReading,
 )
 from megatron_zb.megatron_core.sliced_routers import WholeRouting, has_losses
-from megatron_zb.megatron_core.stages import MegatronStage
+from megatron_zb.megatron_core.sliced_stage import SlicedStage
 from megatron_zb.megatron_core.step import Step, StepPart, activation_shape
 from megatron_zb.schedules.slices import Slicing, slicing_of
 
@@ -65,6 +61,7 @@ class SlicesPart(StepPart):
         self._layers: list[Prefix | WholeRouting] = []
         self._readers: list[SlicedReading | None] = []
         self._compared = ComparedGradients()
+        self._has_looked_at_loss = False
 
     fact = "is_sliced"
 
@@ -160,6 +157,7 @@ class SlicesPart(StepPart):
         stage.joins_weight = bool(self.slicing_of(step).joins_weight)
         stage.arguments = self.arguments
         if stage.is_output:
+            stage.looks_at_loss = not (self._has_looked_at_loss or step.forward_only)
             stage.outputs, stage.reader = SliceOutputs(stage.cut), self._readers[stage.chunk]
             if stage.is_guessed:
                 stage.counts = TokenCounts(stage.reader, stage.cut, step)
@@ -177,6 +175,7 @@ class SlicesPart(StepPart):
             layer.kept.clear()
         for cut in self.cuts:
             cut.storages.clear()
+        self._has_looked_at_loss |= not step.forward_only
         if self._shares_output and not step.forward_only:
             self._compared.check(step)
 
@@ -198,182 +197,6 @@ def borders_of(slicing: Slicing, step: Step, context: ContextShare) -> tuple[int
             f"{' and '.join(spread)}: give lengths in multiples of {multiple}"
         )
     return borders
-
-
-# --- stages
-
-
-class SlicedStage(MegatronStage):
-    """A model chunk whose passes run one slice each; see :class:`SlicesPart` for what it is set."""
-
-    cut: Cut
-    joins_weight: bool
-    arguments: ReadingArguments
-    reader: SlicedReading | None
-    outputs: SliceOutputs
-    counts: TokenCounts
-    compared: ComparedGradients
-    flag_of_loss = FLAG
-    _ends_in_loss = False
-
-    @property
-    def is_guessed(self) -> bool:
-        """Whether B of a slice begins before the loss of its microbatch is known."""
-        return not (self.computes_loss or self._step.forward_only)
-
-    def _choose_unit(self, microbatch: int) -> None:
-        self.cut.unit = microbatch
-
-    def _call_user(self, iterator: Any, model: Any, *more: Any, **options: Any) -> Any:
-        start, end = self.cut.tokens
-        with self._receiving(iterator, model, end - start, has_ends=False):
-            return super()._call_user(iterator, model, *more, **options)
-
-    @contextmanager
-    def _receiving(
-        self, iterator: Any, model: Any, tokens: int, *, has_ends: bool
-    ) -> Iterator[None]:
-        """Set the arguments for a batch, up to the call of the model."""
-        receives = iterator is None
-        with self.arguments.of_batch(tokens, receives=receives, has_ends=has_ends):
-            restore: Any = lambda *_: self.arguments.restore()  # noqa: E731
-            hook = model.register_forward_pre_hook(restore, prepend=True)
-            try:
-                yield
-            finally:
-                hook.remove()
-
-    # --- the loss
-
-    def _user_step(self, *arguments: Any, **options: Any) -> Any:
-        """Return the output of the model itself, to which the gradient of the loss belongs."""
-        if not self.is_output:
-            return super()._user_step(*arguments, **options)
-        with recorded(inner_model(self._step.model[self.chunk])) as outputs:
-            _, loss_func = super()._user_step(*arguments, **options)
-        if len(outputs) != 1 or not isinstance(outputs[0], torch.Tensor):
-            raise UsageError(
-                f"{FLAG} needs a forward step that calls the model once, for one tensor: leave "
-                "the flag out for this script"
-            )
-        return outputs[0], loss_func
-
-    def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
-        output = super()._forward_step(microbatch, activation)
-        if self.is_output and self.computes_loss:
-            self._last_output = output.detach()
-        return output
-
-    def forward(
-        self, microbatch: int, activation: torch.Tensor | None, *more: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Run F of a slice, and behind the last one the loss of the microbatch."""
-        found = super().forward(microbatch, activation, *more)
-        if self.is_output and self.computes_loss:
-            self.outputs.put(self.__dict__.pop("_last_output"))
-            self._end_microbatch()
-        return found
-
-    def _run_loss(self, microbatch: int, output: torch.Tensor, loss_func: Any) -> None:
-        """Run the loss of a vocabulary-parallel slice, whose output is a leaf."""
-        self.outputs.put(output)
-        if self.is_guessed:
-            self._guess(output, loss_func)
-        self._end_microbatch()
-
-    def _guess(self, output: torch.Tensor, loss_func: Any) -> None:
-        """Let a slice have the gradient that it has if the loss is a mean over tokens."""
-        per_token = bool(self._step.config.calculate_per_token_loss)
-        with self._unreported():
-            weighed = partial(self.counts.weighed, loss_func, per_token)
-            super()._run_loss(self.cut.unit, output, weighed)
-        assert output.grad is not None, "a hook has run"
-        self.compared.put(self.cut.unit, output.grad)
-
-    @contextmanager
-    def _unreported(self) -> Iterator[None]:
-        """Keep what a loss function reports, and the tokens that it counts, from the step."""
-        step = self._step
-        reported, tokens = step.forward_data_store, step.total_num_tokens
-        step.forward_data_store, step.total_num_tokens = [], tokens.clone()
-        try:
-            yield
-        finally:
-            step.forward_data_store, step.total_num_tokens = reported, tokens
-
-    def _end_microbatch(self) -> None:
-        """Behind the last slice, compute the loss of the whole microbatch, as Megatron does."""
-        if self.cut.slice < self.cut.slices - 1:
-            return
-        leaf = self.outputs.whole().requires_grad_(not self._step.forward_only)
-        output, loss_func = self._step_of_whole(leaf)
-        if loss_func is not None:
-            loss_func = partial(self._of_shared, loss_func)
-        super()._run_loss(self.cut.unit, output, loss_func)
-        if self._step.forward_only:
-            return
-        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        self.outputs.split(gradient)
-        if self.is_guessed:
-            first = self.cut.microbatch * self.cut.slices
-            for unit in range(first, first + self.cut.slices):
-                self.compared.compare(unit, self.outputs.gradient(unit))
-
-    def _step_of_whole(self, output: torch.Tensor) -> tuple[Any, Any]:
-        """Run the user's forward step for the whole microbatch, whose output has been computed."""
-        step, context, reader = self._step, self.cut.context, self.reader
-        model, tokens = step.model[self.chunk], self.cut.borders[-1]
-        iterator = None if reader is None else reader.again(self.cut.microbatch)
-        autocast: Any = nullcontext()
-        if step.config.enable_autocast:
-            autocast = torch.autocast("cuda", dtype=step.config.autocast_dtype)
-        receiving = self._receiving(iterator, model, tokens, has_ends=context.size == 1)
-        with autocast, receiving, answered(model, output):
-            found, loss_func = step.forward_step_func(iterator, model)
-        if reader is not None:
-            del reader.kept[self.cut.microbatch]
-        return found, loss_func
-
-    def _of_shared(self, loss_func: Callable[..., Any], output: Any, **more: Any) -> Any:
-        """Return the result of a loss function, a sum divided by the tokens of all ranks.
-
-        Megatron divides the sum of a context-parallel rank by its own tokens, and averages.
-        """
-        result = loss_func(output, **more)
-        ranks = self.cut.context.size
-        if more or ranks == 1 or len(result) != 3 or self._step.config.calculate_per_token_loss:
-            return result
-        loss, num_tokens, record = result
-        whole = num_tokens.clone()
-        dist.all_reduce(whole, group=self.cut.context.group)
-        return loss * ranks, whole, record
-
-    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        self.cut.unit = microbatch
-        if self.is_output and self.computes_loss:
-            gradient = self.outputs.gradient(microbatch)
-        if self.joins_weight and not self.split.queue.deferring:  # a BW: with W of all slices
-            result = self.backward_input(microbatch, gradient)
-            self.backward_weight(microbatch)
-            return result
-        return super().backward(microbatch, gradient)
-
-    def backward_weight(self, microbatch: int) -> None:
-        """Run W of a slice, or of all slices of the microbatch in the order of their B."""
-        if not self.joins_weight:
-            super().backward_weight(microbatch)
-            return
-        units = range(microbatch + self.cut.slices - 1, microbatch - 1, -1)
-        queue = self.split.queue
-
-        def weights() -> Counter[int]:
-            return sum(map(queue.weights, units), Counter[int]())
-
-        sync = self._training_sync
-        sync.before_weight_gradients(self.chunk, weights)
-        for unit in units:
-            queue.run(unit)
-        sync.after_weight_gradients(self.chunk)
 
 
 # --- attention

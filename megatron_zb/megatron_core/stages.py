@@ -43,7 +43,7 @@ class MegatronStage(AutogradStage):
         super().__init__(
             self._forward_step,
             split.queue,
-            is_last=self.is_output and self.computes_loss,
+            is_last=self._ends_in_loss,
             forward_only=step.forward_only,
         )
         self.activation_memory = split.queue.activation_memory = step.memory

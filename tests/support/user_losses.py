@@ -97,7 +97,7 @@ def _of_logits(mask: torch.Tensor, labels: torch.Tensor, logits: torch.Tensor) -
     losses = torch.nn.functional.cross_entropy(
         logits.reshape(-1, VOCABULARY), labels.flatten(), reduction="none"
     )
-    return loss_of("logits", mask, losses.view(mask.shape))
+    return loss_of("cross entropy of logits", mask, losses.view(mask.shape))
 
 
 def _with_penalty(call: Any, model: Any, labels: Any, mask: torch.Tensor) -> tuple[Any, Any]:
