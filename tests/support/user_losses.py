@@ -86,14 +86,19 @@ def forward_step(what: str, iterator: Iterator[Any], model: Any) -> tuple[Any, A
     return output, partial(loss_of, what, mask)
 
 
-def loss_of(what: str, mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, ...]:
+def loss_of(
+    what: str, mask: torch.Tensor, losses: torch.Tensor, non_loss_data: bool = False
+) -> Any:
+    """Return a loss with what it reports, or the shape of the losses as data that is no loss."""
+    if non_loss_data:
+        return [*losses.shape]
     with torch.no_grad():
         metric = METRICS.get(what, mean)(mask, losses)
     loss, *tokens = LOSSES.get(what, LOSSES["mean over tokens"])(mask, losses)
     return 1 * loss, *tokens, {what: metric}  # Megatron divides a loss in place
 
 
-def _of_logits(mask: torch.Tensor, labels: torch.Tensor, logits: torch.Tensor) -> tuple[Any, ...]:
+def _of_logits(mask: torch.Tensor, labels: torch.Tensor, logits: torch.Tensor) -> Any:
     losses = torch.nn.functional.cross_entropy(
         logits.reshape(-1, VOCABULARY), labels.flatten(), reduction="none"
     )
