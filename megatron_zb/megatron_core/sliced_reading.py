@@ -22,15 +22,12 @@ _OF_SAMPLES = frozenset({"context_lengths", "dataset_id", "metadata", "token_cou
 class ReadingArguments:
     """Arguments by which a script receives a batch; a trainer without them has none to change."""
 
-    def of_batch(
-        self, tokens: int, *, receives: bool, has_ends: bool
-    ) -> AbstractContextManager[None]:
+    def of_batch(self, tokens: int, *, receives: bool) -> AbstractContextManager[None]:
         """Return the context of a forward step that gets a batch, up to its call of the model.
 
         Args:
             tokens: of a sequence of the batch.
             receives: whether this rank has no data, and receives that of another one.
-            has_ends: whether the batch has the ends of documents, if the data has any.
         """
         return nullcontext()
 
@@ -55,14 +52,11 @@ class ReadingOptions:
 
     Args:
         has_documents: whether attention keeps within the documents of the data.
-        is_shared: whether context-parallel ranks share sequences: then ends of documents, by which
-            scripts would share them otherwise, are left out of whole microbatches, too.
         keeps_whole: whether the losses of the microbatches are computed here.
         arguments: put back while the user's iterator runs.
     """
 
     has_documents: bool = False
-    is_shared: bool = False
     keeps_whole: bool = False
     arguments: ReadingArguments = field(default_factory=ReadingArguments)
 
@@ -144,9 +138,9 @@ class SlicedReading:
                     f"{FLAG}: {name} of a microbatch has no axis of {self.borders[-1]} tokens "
                     "behind its first: leave the flag out for this data"
                 )
-        if self.options.is_shared:
-            return _ReadMicrobatch(found, found)
-        return _ReadMicrobatch({n: t for n, t in microbatch.items() if n != _MASK}, found)
+        # without documents: Megatron-LM counts those that it finds, on all stages or on none
+        whole = {n: t for n, t in microbatch.items() if n not in OF_DOCUMENTS}
+        return _ReadMicrobatch(whole, found)
 
     def _check_causal(self, mask: torch.Tensor) -> None:
         """Refuse a mask that keeps attention within documents: slices leave masks out."""

@@ -48,16 +48,13 @@ class SlicedStage(MegatronStage):
 
     def _call_user(self, iterator: Any, model: Any, *more: Any, **options: Any) -> Any:
         start, end = self.cut.tokens
-        with self._receiving(iterator, model, end - start, has_ends=False):
+        with self._receiving(iterator, model, end - start):
             return super()._call_user(iterator, model, *more, **options)
 
     @contextmanager
-    def _receiving(
-        self, iterator: Any, model: Any, tokens: int, *, has_ends: bool
-    ) -> Iterator[None]:
+    def _receiving(self, iterator: Any, model: Any, tokens: int) -> Iterator[None]:
         """Set the arguments for a batch, up to the call of the model."""
-        receives = iterator is None
-        with self.arguments.of_batch(tokens, receives=receives, has_ends=has_ends):
+        with self.arguments.of_batch(tokens, receives=iterator is None):
             hook = model.register_forward_pre_hook(self._called, prepend=True)
             try:
                 yield
@@ -158,14 +155,13 @@ class SlicedStage(MegatronStage):
 
     def _step_of_whole(self, output: torch.Tensor) -> tuple[Any, Any]:
         """Run the user's forward step for the whole microbatch, whose output has been computed."""
-        step, context, reader = self._step, self.cut.context, self.reader
+        step, reader = self._step, self.reader
         model, tokens = step.model[self.chunk], self.cut.borders[-1]
         iterator = None if reader is None else reader.again(self.cut.microbatch)
         autocast: Any = nullcontext()
         if step.config.enable_autocast:
             autocast = torch.autocast("cuda", dtype=step.config.autocast_dtype)
-        receiving = self._receiving(iterator, model, tokens, has_ends=context.size == 1)
-        with autocast, receiving, answered(model, output):
+        with autocast, self._receiving(iterator, model, tokens), answered(model, output):
             found, loss_func = step.forward_step_func(iterator, model)
         if reader is not None:
             del reader.kept[self.cut.microbatch]

@@ -107,7 +107,6 @@ class SlicesPart(StepPart):
         step.shapes = shapes * step.num_microbatches
         options = ReadingOptions(
             has_documents=bool(self.documents),
-            is_shared=context.size > 1,
             arguments=self.arguments,
         )
         self._readers = [

@@ -193,14 +193,13 @@ class BatchArguments(ReadingArguments):
         self._usual: dict[str, Any] = {}
 
     @contextmanager
-    def of_batch(self, tokens: int, *, receives: bool, has_ends: bool) -> Iterator[None]:
+    def of_batch(self, tokens: int, *, receives: bool) -> Iterator[None]:
         """Let ``get_batch`` send and receive what a batch has.
 
         A rank that has read the batch finds its length there, as the user's code does.
         """
         args = _running_args()
-        names = ("create_attention_mask_in_dataloader", *(() if has_ends else _PACKED))
-        changed: dict[str, Any] = {name: False for name in names if hasattr(args, name)}
+        changed: dict[str, Any] = {n: False for n in (_MASKED, *_PACKED) if hasattr(args, n)}
         if receives:
             changed["seq_length"] = tokens
         self._usual = {name: getattr(args, name) for name in changed}
@@ -226,6 +225,7 @@ class BatchArguments(ReadingArguments):
 
 
 _PACKED = ("sft", "dataloader_inter_document_masking")
+_MASKED = "create_attention_mask_in_dataloader"
 
 
 def _documents(args: argparse.Namespace) -> str:

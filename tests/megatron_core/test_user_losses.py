@@ -159,7 +159,7 @@ def test_ranks_without_data_receive_batches_of_slices(monkeypatch: pytest.Monkey
     monkeypatch.setattr(adapter_of_arguments, "_running_args", lambda: args)
     arguments = BatchArguments()
     for receives, length in ((True, 4), (False, 16)):
-        with arguments.of_batch(4, receives=receives, has_ends=False):
+        with arguments.of_batch(4, receives=receives):
             found = {"seq_length": length, "create_attention_mask_in_dataloader": False}
             assert vars(args) == found | {"sft": False}
             with arguments.of_user():
@@ -168,6 +168,3 @@ def test_ranks_without_data_receive_batches_of_slices(monkeypatch: pytest.Monkey
             arguments.restore()
             assert vars(args) == whole
         assert vars(args) == whole
-    with arguments.of_batch(16, receives=True, has_ends=True):
-        assert vars(args) == whole | {"create_attention_mask_in_dataloader": False}
-    assert vars(args) == whole
