@@ -29,8 +29,7 @@ from megatron_zb.megatron_core.step import Step, device
 
 LOSS_MASK = "loss_mask"
 TOLERANCE = 1e-4
-"""The most by which a gradient of a token's loss may differ, in units of the microbatch's largest:
-far more than rounding, and less than any other loss."""
+"""The most by which a gradient of a token's loss may differ, in units of the slice's largest."""
 
 
 @dataclass
@@ -165,7 +164,7 @@ def _if_any(count: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 class ComparedGradients:
     """Gradients of the losses of tokens by slice, compared with those of whole microbatches.
 
-    Differences are summed up on the device, and read once a step.
+    Whether any differs is found on the device, and read once a step.
     """
 
     def __init__(self) -> None:
@@ -177,7 +176,7 @@ class ComparedGradients:
         self._by_slice[unit] = gradient.detach()
 
     def compare(self, unit: int, whole: torch.Tensor) -> None:
-        """Compare a slice with its part of the microbatch's gradient, of at most ``largest``."""
+        """Compare the gradient of a slice with its part of the microbatch's."""
         own = self._by_slice.pop(unit)
         both = ~(own.isfinite() | whole.isfinite())
         differ = (own - whole).masked_fill(both, 0.0).abs().max()

@@ -39,7 +39,7 @@ class SlicedStage(MegatronStage):
     _ends_in_loss = False
 
     @property
-    def is_guessed(self) -> bool:
+    def estimates_gradients(self) -> bool:
         """Whether B of a slice begins before the loss of its microbatch is known."""
         return not (self.computes_loss or self._step.forward_only)
 
@@ -111,11 +111,11 @@ class SlicedStage(MegatronStage):
     def _run_loss(self, microbatch: int, output: torch.Tensor, loss_func: Any) -> None:
         """Run the loss of a vocabulary-parallel slice, whose output is a leaf."""
         self.outputs.put(output)
-        if self.is_guessed:
-            self._guess(output, loss_func)
+        if self.estimates_gradients:
+            self._estimate_gradient(output, loss_func)
         self._end_microbatch()
 
-    def _guess(self, output: torch.Tensor, loss_func: Any) -> None:
+    def _estimate_gradient(self, output: torch.Tensor, loss_func: Any) -> None:
         """Let a slice have the gradient that it has if the loss is a mean over tokens."""
         per_token = bool(self._step.config.calculate_per_token_loss)
         with self._unreported():
@@ -148,7 +148,7 @@ class SlicedStage(MegatronStage):
             return
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         self.outputs.split(gradient)
-        if self.is_guessed:
+        if self.estimates_gradients:
             first = self.cut.microbatch * self.cut.slices
             for unit in range(first, first + self.cut.slices):
                 self.compared.compare(unit, self.outputs.gradient(unit))

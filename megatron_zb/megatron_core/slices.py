@@ -158,7 +158,7 @@ class SlicesPart(StepPart):
         if stage.is_output:
             stage.looks_at_loss = not (self._has_looked_at_loss or step.forward_only)
             stage.outputs, stage.reader = SliceOutputs(stage.cut), self._readers[stage.chunk]
-            if stage.is_guessed:
+            if stage.estimates_gradients:
                 stage.counts = TokenCounts(stage.reader, stage.cut, step)
                 stage.compared = self._compared
 

@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import gpt_cases
+import pytest
 import torch
 from gpt_cases import VOCABULARY, GPTCase, built, forward_backward, microbatches
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from vocabulary_parallel_outcomes import whole, with_shards
 
+from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.planned_steps import ReadAhead
 
 Loss: TypeAlias = tuple[torch.Tensor, ...]
@@ -138,6 +140,17 @@ def records_and_gradients(
     parts = [of_ranks[logical(rank)][1] for rank in range(len(of_ranks))]
     gradients = with_shards(parts) if case.vocabulary else whole(parts)
     return [record for found, _ in of_ranks for record in found], gradients
+
+
+def refusal(case: GPTCase, schedule: str, what: str) -> str:
+    """The sentence with which this rank refuses a step."""
+    with built(case, schedule, MICROBATCHES) as (adapter, chunks):
+        assert adapter is not None
+        data = [microbatches(case, MICROBATCHES) for _ in chunks]
+        step, function = partial(forward_step, what), adapter.forward_backward_func
+        with pytest.raises(UsageError) as refused:
+            forward_backward(function, chunks, data, MICROBATCHES, step)
+    return str(refused.value)
 
 
 def _lengths(microbatch: dict[str, torch.Tensor]) -> tuple[float, float]:
