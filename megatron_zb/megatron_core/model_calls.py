@@ -1,8 +1,8 @@
-"""The call of the model in the user's forward step, where the step must not use its output.
+"""Calls of the model in the user's forward step: what they return, and outputs given in its place.
 
 With a vocabulary-parallel embedding, the first stage reads a microbatch ahead of its F. With a
 vocabulary-parallel output layer, the model of the last stage returns hidden states in place of the
-losses. In both cases the user's forward step gets an :class:`UnfinishedOutput` and must return it
+losses. In both cases, the user's forward step gets an :class:`UnfinishedOutput` and must return it
 unchanged. No exception ends the forward step: it would leave the user's context managers, and some
 of them print it, such as Megatron's straggler detector.
 """
@@ -10,10 +10,11 @@ of them print it, such as Megatron's straggler detector.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.utils import get_attr_wrapped_model
 from torch.utils._pytree import tree_leaves
 
 from megatron_zb.errors import UsageError
@@ -57,6 +58,22 @@ class UnfinishedOutput(torch.Tensor):
             return func(*args, **kwargs)
 
 
+def inner_model(chunk: Any) -> Any:
+    """Return the model in the wrappers of data parallelism and of precision."""
+    return get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+
+
+@contextmanager
+def recorded(module: torch.nn.Module) -> Iterator[list[Any]]:
+    """Record what a module returns inside, in the order of its calls."""
+    found: list[Any] = []
+    hook = module.register_forward_hook(lambda _module, _arguments, output: found.append(output))
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
 @contextmanager
 def calls_replaced(model: torch.nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """Run another function in place of the model and its hooks, as ``Module.compile`` does."""
@@ -66,6 +83,17 @@ def calls_replaced(model: torch.nn.Module, call: Callable[..., Any]) -> Iterator
         yield
     finally:
         model._compiled_call_impl = usual
+
+
+def usual_call(model: torch.nn.Module) -> Callable[..., Any]:
+    """Return the function that a call of the model runs: the model with its hooks, or another."""
+    found: Callable[..., Any] = model._compiled_call_impl or model._call_impl
+    return found
+
+
+def answered(chunk: Any, output: torch.Tensor) -> AbstractContextManager[None]:
+    """Let calls of the model return an output, in the place that its layers and hooks have."""
+    return calls_replaced(inner_model(chunk), lambda *_arguments, **_options: output)
 
 
 def read_up_to_model(
@@ -111,7 +139,7 @@ def run_without_use(forward_step: Callable[[], Any], model: torch.nn.Module) -> 
         UsageError: the forward step uses the output, which is hidden states and no losses.
     """
     found: list[tuple[torch.Tensor, UnfinishedOutput]] = []
-    usual: Any = model._compiled_call_impl or model._call_impl
+    usual = usual_call(model)
 
     def call(*arguments: Any, **options: Any) -> Any:
         output = usual(*arguments, **options)

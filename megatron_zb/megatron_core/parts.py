@@ -54,12 +54,13 @@ class PartList:
             self.add(kind())
         for part in (ChannelsPart(), WatchPart(), OffloadPart(), StatePart(), DataParallelPart()):
             self.add(part)
-        if current.costs.vocabulary is not None:
+        shares_output = current.costs.vocabulary is not None
+        if shares_output:
             vocabulary = VocabularyPart(physical)
             self.add(vocabulary)
             self.add(DataParallelPart(vocabulary.weight_passes))
         if current.slicing is not None:
-            self.add(SlicesPart(current.slicing))
+            self.add(SlicesPart(current.slicing, shares_output=shares_output))
 
     def add(self, part: StepPart) -> None:
         """Add a part, in place of one of the same type."""

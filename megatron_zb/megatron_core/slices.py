@@ -1,4 +1,4 @@
-"""Token slices in Megatron's models: attention with a prefix, data and losses of one slice.
+"""Token slices in Megatron's models: attention with a prefix, and what stages are set.
 
 A stage runs one slice of a microbatch at a time (:mod:`megatron_zb.schedules.slices`). Its layers
 see a shorter sequence. Only attention needs more: in F, the keys and values of the slices before
@@ -9,17 +9,14 @@ bfloat16 would lose digits with every slice.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from math import lcm
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -28,25 +25,19 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.sliced_context import ContextShare
-from megatron_zb.megatron_core.sliced_documents import (
-    ENDS,
-    OF_DOCUMENTS,
-    Cut,
-    Documents,
-    all_reduced_max,
-    ends_in,
-    starts_of,
-)
+from megatron_zb.megatron_core.sliced_documents import ENDS, Cut, Documents, all_reduced_max
 from megatron_zb.megatron_core.sliced_engine import add_gradients_in_any_order
+from megatron_zb.megatron_core.sliced_loss import ComparedGradients, SliceOutputs, TokenCounts
+from megatron_zb.megatron_core.sliced_reading import (
+    FLAG,
+    ReadingArguments,
+    ReadingOptions,
+    SlicedReading,
+)
 from megatron_zb.megatron_core.sliced_routers import WholeRouting, has_losses
-from megatron_zb.megatron_core.stages import MegatronStage
-from megatron_zb.megatron_core.step import Step, StepPart, activation_shape, device
+from megatron_zb.megatron_core.sliced_stage import SlicedStage
+from megatron_zb.megatron_core.step import Step, StepPart, activation_shape
 from megatron_zb.schedules.slices import Slicing, slicing_of
-
-FLAG = "--pipeline-slices"
-LOSS_MASK = "loss_mask"
-_OF_SAMPLES = frozenset({"context_lengths", "dataset_id", "metadata", "token_count"})
-"""What the data has of whole samples, which no forward step reads."""
 
 
 class SlicesPart(StepPart):
@@ -54,15 +45,13 @@ class SlicesPart(StepPart):
 
     Args:
         slicing: the slices of every microbatch.
-        reading: returns the context in which a forward step reads a slice of so many tokens.
+        shares_output: whether the output layer is vocabulary parallel.
     """
 
-    def __init__(
-        self,
-        slicing: Slicing,
-        reading: Callable[[int], AbstractContextManager[None]] = lambda tokens: nullcontext(),
-    ) -> None:
-        self.slicing, self.reading = slicing, reading
+    def __init__(self, slicing: Slicing, *, shares_output: bool = False) -> None:
+        self.slicing, self._shares_output = slicing, shares_output
+        self.arguments = ReadingArguments()
+        """Arguments by which the forward step receives data."""
         self.documents: str | None = None
         """Documents of the data to attend within, as MASK, ENDS or "" for none.
 
@@ -71,6 +60,8 @@ class SlicesPart(StepPart):
         self.cuts: list[Cut] = []
         self._layers: list[Prefix | WholeRouting] = []
         self._readers: list[SlicedReading | None] = []
+        self._compared = ComparedGradients()
+        self._has_looked_at_loss = False
 
     fact = "is_sliced"
 
@@ -114,9 +105,19 @@ class SlicesPart(StepPart):
             for n in lengths
         ]
         step.shapes = shapes * step.num_microbatches
+        options = ReadingOptions(
+            has_documents=bool(self.documents),
+            arguments=self.arguments,
+        )
         self._readers = [
-            None if iterator is None else SlicedReading(iterator, borders, bool(self.documents))
-            for iterator in step.data_iterators
+            None
+            if iterator is None
+            else SlicedReading(
+                iterator,
+                borders,
+                replace(options, keeps_whole=step.physical.holds_output(step.pp_rank, chunk)),
+            )
+            for chunk, iterator in enumerate(step.data_iterators)
         ]
         step.data_iterators = list(self._readers)
         if self.documents is None:
@@ -138,7 +139,7 @@ class SlicesPart(StepPart):
         documents = None
         if bool(all_reduced_max(found, groups).any()):
             for reader in filter(None, self._readers):
-                reader.has_documents = True
+                reader.options.has_documents = True
             starts = None if first is None else first.read_ahead(step.num_microbatches)
             documents = Documents(starts, step, groups, restarts=True)
         for cut in self.cuts:
@@ -153,11 +154,15 @@ class SlicesPart(StepPart):
         stage.cut = self.cuts[stage.chunk]
         stage.staying = stage.cut.storages
         stage.joins_weight = bool(self.slicing_of(step).joins_weight)
-        stage.reading = self.reading
+        stage.arguments = self.arguments
         if number in (0, step.physical.placement.num_stages - 1):
             stage.reader = self._readers[stage.chunk]
         if stage.is_output:
-            stage.counts = TokenCounts(self._readers[stage.chunk], stage.cut, step)
+            stage.looks_at_loss = not (self._has_looked_at_loss or step.forward_only)
+            stage.outputs = SliceOutputs(stage.cut)
+            if stage.estimates_gradients:
+                stage.counts = TokenCounts(stage.reader, stage.cut, step)
+                stage.compared = self._compared
 
     @staticmethod
     def slicing_of(step: Step) -> Slicing:
@@ -171,9 +176,9 @@ class SlicesPart(StepPart):
             layer.kept.clear()
         for cut in self.cuts:
             cut.storages.clear()
-        if all(isinstance(record, Record) for record in step.forward_data_store):
-            whole = _joined_records(step.forward_data_store, self.slicing.slices)
-            step.forward_data_store[:] = whole
+        self._has_looked_at_loss |= not step.forward_only
+        if self._shares_output and not step.forward_only:
+            self._compared.check(step)
 
 
 def borders_of(slicing: Slicing, step: Step, context: ContextShare) -> tuple[int, ...]:
@@ -193,81 +198,6 @@ def borders_of(slicing: Slicing, step: Step, context: ContextShare) -> tuple[int
             f"{' and '.join(spread)}: give lengths in multiples of {multiple}"
         )
     return borders
-
-
-# --- stages
-
-
-class SlicedStage(MegatronStage):
-    """A model chunk whose passes run one slice each; see :class:`SlicesPart` for what it is set."""
-
-    cut: Cut
-    joins_weight: bool
-    reading: Callable[[int], AbstractContextManager[None]]
-    counts: TokenCounts
-    reader: SlicedReading | None = None
-    """The data of the first or the last stage."""
-
-    def _unit(self, microbatch: int) -> AbstractContextManager[None]:
-        self.cut.unit = microbatch
-        if self.reader is not None:
-            self.reader.check_next(microbatch)
-        start, end = self.cut.tokens
-        return self.reading(end - start)
-
-    def _user_step(self, *arguments: Any, **options: Any) -> Any:
-        output, loss_func = super()._user_step(*arguments, **options)
-        if not (self.is_output and callable(loss_func)):
-            return output, loss_func
-        return output, partial(self._weighed, loss_func)
-
-    def _weighed(self, loss_func: Callable[..., Any], output: Any, **more: Any) -> Any:
-        """Return a slice's loss as a part of its microbatch's, by the tokens that count.
-
-        A mean over no tokens is no number: the loss of such a slice, and its gradient, are 0.
-        Context-parallel ranks return sums of their tokens, which Megatron averages, or their parts
-        of a mean over the group, which Megatron adds up.
-        """
-        if more:
-            return loss_func(output, **more)
-        ranks = self.cut.context.size
-        own, of_group, all_slices = self.counts.of(self.cut.unit)
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(partial(_if_any, own))
-        result = loss_func(output)
-        if len(result) == 3:
-            loss, num_tokens, record = result
-            if not self._step.config.calculate_per_token_loss:
-                loss, num_tokens = loss * ranks, all_slices.to(num_tokens.dtype)
-            return loss, num_tokens, Record.of(record, own * ranks, all_slices)
-        loss, record = result
-        share = (of_group / all_slices.clamp(min=1)).to(loss.dtype)
-        return _if_any(of_group, loss * share), Record.of(record, of_group, all_slices)
-
-    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        self.cut.unit = microbatch
-        if self.joins_weight and not self.split.queue.deferring:  # a BW: with W of all slices
-            result = self.backward_input(microbatch, gradient)
-            self.backward_weight(microbatch)
-            return result
-        return super().backward(microbatch, gradient)
-
-    def backward_weight(self, microbatch: int) -> None:
-        """Run W of a slice, or of all slices of the microbatch in the order of their B."""
-        if not self.joins_weight:
-            super().backward_weight(microbatch)
-            return
-        units = range(microbatch + self.cut.slices - 1, microbatch - 1, -1)
-        queue = self.split.queue
-
-        def weights() -> Counter[int]:
-            return sum(map(queue.weights, units), Counter[int]())
-
-        sync = self._training_sync
-        sync.before_weight_gradients(self.chunk, weights)
-        for unit in units:
-            queue.run(unit)
-        sync.after_weight_gradients(self.chunk)
 
 
 # --- attention
@@ -426,174 +356,3 @@ def _rotated(cut: Cut, usual: Callable[..., Any], length: int, *more: Any, **opt
         own = table[end - length : end]
     own = cut.context.own(own)
     return (own, *scale) if scale else own
-
-
-# --- data and losses
-
-
-class SlicedReading:
-    """An iterator over slices of the microbatches of another one.
-
-    Raises:
-        UsageError: a microbatch is no dict of tensors by sequence and token.
-    """
-
-    def __init__(
-        self, whole: Iterator[Any], borders: Sequence[int], has_documents: bool = False
-    ) -> None:
-        self._whole, self.borders, self.has_documents = whole, borders, has_documents
-        self._read, self._microbatch = 0, dict[str, Any]()
-        self._seen, self._ahead = deque[Any](), deque[dict[str, Any]]()
-        self.masks: dict[int, torch.Tensor] = {}
-        """Loss masks of whole microbatches, by number."""
-        self._starts: dict[int, torch.Tensor] = {}
-
-    def read_ahead(self, count: int) -> dict[int, torch.Tensor]:
-        """Read so many microbatches; return where the document of each token starts, by number."""
-        self._ahead.extend(self._checked(self._next(), j) for j in range(count))
-        return self._starts
-
-    def check_next(self, unit: int) -> None:
-        """Read the microbatch of a slice ahead of the user's forward step, if it is the next one.
-
-        A refusal then ends no context manager of the forward step.
-        """
-        j, i = divmod(self._read, len(self.borders) - 1)
-        if unit == self._read and i == 0 and not self._ahead:
-            with suppress(StopIteration):  # the forward step gets it
-                self._ahead.append(self._checked(self._next(), j))
-
-    def finds_ends(self) -> bool:
-        """Read the first microbatch; return whether it has the ends of documents."""
-        self._seen.append(self._next())
-        return ends_in(self._seen[0]) is not None
-
-    def _next(self) -> Any:
-        return self._seen.popleft() if self._seen else next(self._whole)
-
-    def __iter__(self) -> SlicedReading:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
-
-    def __next__(self) -> dict[str, Any]:
-        j, i = divmod(self._read, len(self.borders) - 1)
-        if i == 0:
-            ahead = self._ahead
-            self._microbatch = ahead.popleft() if ahead else self._checked(self._next(), j)
-            if LOSS_MASK in self._microbatch:
-                self.masks[j] = self._microbatch[LOSS_MASK]
-        self._read += 1
-        start, end = self.borders[i : i + 2]
-        # contiguous: Megatron's loss function views the mask as one row
-        return {n: tensor[:, start:end].contiguous() for n, tensor in self._microbatch.items()}
-
-    def _checked(self, microbatch: Any, number: int) -> dict[str, Any]:
-        if microbatch is None:  # of a stage that needs no data
-            return {}
-        if not isinstance(microbatch, dict):
-            raise UsageError(
-                f"{FLAG}: the data has a {type(microbatch).__name__} for a microbatch, but only "
-                "dicts of tensors are cut into slices: leave the flag out for this data"
-            )
-        if self.has_documents:
-            self._starts[number] = starts_of(microbatch, self.borders[-1])
-        elif microbatch.get("attention_mask") is not None:
-            self._check_causal(microbatch["attention_mask"])
-        left_out = {"attention_mask"} | _OF_SAMPLES
-        left_out |= OF_DOCUMENTS if self.has_documents else set()
-        found = {n: t for n, t in microbatch.items() if n not in left_out and t is not None}
-        for name, tensor in found.items():
-            if getattr(tensor, "ndim", 0) != 2 or tensor.shape[1] != self.borders[-1]:
-                raise UsageError(
-                    f"{FLAG}: {name} of a microbatch has no axis of {self.borders[-1]} tokens "
-                    "behind its first: leave the flag out for this data"
-                )
-        return found
-
-    def _check_causal(self, mask: torch.Tensor) -> None:
-        """Refuse a mask that keeps attention within documents: slices leave masks out."""
-        length = self.borders[-1]
-        if (
-            mask.shape[-2:] == (length, length)
-            and starts_of({"attention_mask": mask}, length).any()
-        ):
-            raise UsageError(
-                f"{FLAG}: attention_mask of a microbatch keeps attention within documents, which "
-                "slices find by the ends of packed samples: pack the data, or leave the flag out"
-            )
-
-
-class TokenCounts:
-    """Numbers of tokens of each slice that count in the loss, the same on all tensor ranks."""
-
-    def __init__(self, reading: SlicedReading | None, cut: Cut, step: Step) -> None:
-        self._reading, self._cut = reading, cut
-        self._group = step.pg_collection.tp
-        self._found: dict[int, torch.Tensor] = {}
-
-    def of(self, unit: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the numbers of this rank's tokens of a slice, of all of it, and of its microbatch.
-
-        Collective over the tensor-parallel ranks, of which the first reads the data.
-
-        Raises:
-            UsageError: the data has no loss mask.
-        """
-        j, i = divmod(unit, self._cut.slices)
-        if j not in self._found:
-            self._found[j] = self._counted(j)
-        own, of_group = self._found[j]
-        return own[i], of_group[i], of_group.sum()
-
-    def _counted(self, microbatch: int) -> torch.Tensor:
-        counts = torch.zeros(2, self._cut.slices, dtype=torch.float64, device=device())
-        if self._reading is not None:
-            mask = self._reading.masks.pop(microbatch, None)
-            if mask is None:
-                raise UsageError(
-                    f"{FLAG} weighs losses of slices by the tokens in {LOSS_MASK}, which the data "
-                    "does not have: add it to the microbatches"
-                )
-            slices = [mask[:, start:end] for start, end in pairwise(self._reading.borders)]
-            for row, parts in enumerate(([self._cut.context.own(s, 1) for s in slices], slices)):
-                counts[row].copy_(torch.stack([part.sum() for part in parts]))
-        if self._group.size() > 1:
-            dist.broadcast(counts, dist.get_global_rank(self._group, 0), group=self._group)
-        return counts
-
-
-def _if_any(count: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a value, or zeros if nothing was counted; without asking a GPU for the count."""
-    return torch.where(count > 0, value, torch.zeros_like(value))
-
-
-@dataclass
-class Record:
-    """Report of a loss function for a slice, with its tokens and those of its microbatch."""
-
-    reported: Any
-    share: torch.Tensor
-
-    @classmethod
-    def of(cls, reported: Any, own: torch.Tensor, whole: torch.Tensor) -> Record:
-        return cls(reported, own / whole.clamp(min=1))
-
-
-def _joined_records(records: Sequence[Record], slices: int) -> list[Any]:
-    """Join the reports of all slices of each microbatch.
-
-    A pair of a sum and a number of tokens is added up; a mean is weighed by tokens.
-    """
-    groups = [records[at : at + slices] for at in range(0, len(records), slices)]
-    return [
-        {name: sum(_part(record, name) for record in group) for name in group[0].reported}
-        for group in groups
-    ]
-
-
-def _part(record: Record, name: str) -> Any:
-    value = record.reported[name]
-    numbers = value.numel() if isinstance(value, torch.Tensor) else len(value)
-    return value if numbers > 1 else _if_any(record.share, value * record.share.to(value.dtype))

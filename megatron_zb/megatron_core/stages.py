@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,11 +19,10 @@ from megatron_zb.megatron_core.random_streams import (
     LayerStreams,
     RandomState,
 )
-from megatron_zb.megatron_core.split_backward import SplitBackward
+from megatron_zb.megatron_core.split_backward import SplitBackward, uses_of_leaves
 from megatron_zb.megatron_core.step import Step, StepPart, device, timed
 from megatron_zb.runtime.activation_memory import HostCopyEngines, HostMemory, OffloadedActivations
 from megatron_zb.runtime.autograd_stage import AutogradStage
-from megatron_zb.runtime.observer import NOTHING
 from megatron_zb.runtime.saved_state import Saved
 
 
@@ -32,6 +31,8 @@ class MegatronStage(AutogradStage):
 
     computes_loss = True
     """Whether the loss is a part of the last stage's F."""
+    flag_of_loss = ""
+    """The flag with which the loss is computed from an output without its graph, if any."""
 
     def __init__(self, step: Step, chunk: int, split: SplitBackward) -> None:
         self._step = step
@@ -41,11 +42,12 @@ class MegatronStage(AutogradStage):
         self.sync: DataParallelSync | None = None
         self.state: ForwardState | None = None
         self._past: dict[int, tuple[Start, list[Saved]]] = {}
+        self._has_looked_at_loss = False
         self._context_parallel = step.pg_collection.cp.size()
         super().__init__(
             self._forward_step,
             split.queue,
-            is_last=self.is_output and self.computes_loss,
+            is_last=self._ends_in_loss,
             forward_only=step.forward_only,
         )
         self.activation_memory = split.queue.activation_memory = step.memory
@@ -61,36 +63,42 @@ class MegatronStage(AutogradStage):
         self._choose_streams(microbatch)
         if self.sync is not None:
             self.sync.before_forward(self.chunk)
-        with self._unit(microbatch):
-            output, num_tokens = megatron_schedules.forward_step(
-                self._user_step,
-                step.data_iterators[self.chunk],
-                step.model[self.chunk],
-                step.num_microbatches,
-                activation,
-                step.forward_data_store,
-                step.config,
-                self._context_parallel,
-                collect_non_loss_data=step.collect_non_loss_data,
-                is_first_microbatch=megatron_schedules.check_first_val_step(
-                    step.first_val_step, step.forward_only, microbatch == 0
-                ),
-                current_microbatch=microbatch,
-                vp_stage=self.chunk if len(step.model) > 1 else None,
-                is_last_stage=self.is_output and self.computes_loss,
-            )
+        self._choose_unit(microbatch)
+        output, num_tokens = megatron_schedules.forward_step(
+            self._user_step,
+            step.data_iterators[self.chunk],
+            step.model[self.chunk],
+            step.num_microbatches,
+            activation,
+            step.forward_data_store,
+            step.config,
+            self._context_parallel,
+            collect_non_loss_data=step.collect_non_loss_data,
+            is_first_microbatch=megatron_schedules.check_first_val_step(
+                step.first_val_step, step.forward_only, microbatch == 0
+            ),
+            current_microbatch=microbatch,
+            vp_stage=self._vp_stage,
+            is_last_stage=self._ends_in_loss,
+        )
         if not isinstance(output, torch.Tensor):
             raise UsageError(
                 f"a stage returned a {type(output).__name__}: a pipeline schedule hands one tensor "
                 "from stage to stage"
             )
-        if self.is_output and self.computes_loss:
-            return self._scaled(output, num_tokens)
-        return output
+        return self._scaled(output, num_tokens) if self._ends_in_loss else output
 
-    def _unit(self, microbatch: int) -> AbstractContextManager[None]:
-        """Return the context in which the user's functions run for a microbatch or a part."""
-        return NOTHING
+    @property
+    def _ends_in_loss(self) -> bool:
+        """Whether Megatron's forward step ends with the user's loss function."""
+        return self.is_output and self.computes_loss
+
+    @property
+    def _vp_stage(self) -> int | None:
+        return self.chunk if len(self._step.model) > 1 else None
+
+    def _choose_unit(self, microbatch: int) -> None:
+        """Choose the microbatch, or the slice of one, for which the user's functions run next."""
 
     def _start_of_backward(self, output: torch.Tensor) -> Any:
         if not (self.split.has_looked or self.split.is_off):
@@ -103,7 +111,50 @@ class MegatronStage(AutogradStage):
 
     def _call_model(self, *arguments: Any, **options: Any) -> Any:
         """Return the model's output, or its plan, and the function that computes the loss."""
+        return self._call_user(*arguments, **options)
+
+    def _call_user(self, *arguments: Any, **options: Any) -> Any:
+        """Call the user's forward step."""
         return self._step.forward_step_func(*arguments, **options)
+
+    def _run_loss(self, microbatch: int, output: torch.Tensor, loss_func: Any) -> None:
+        """Run the loss function on an output without its graph, and its backward in training."""
+        loss = self._loss(output, loss_func)
+        if not self._step.forward_only:
+            if not self._has_looked_at_loss:  # its graph is small, and one for each step
+                self._has_looked_at_loss = True
+                self._refuse_other_uses(loss)
+            torch.autograd.backward(loss)
+
+    def _loss(self, output: torch.Tensor, loss_func: Any) -> torch.Tensor:
+        """Do with an output of the model what Megatron does behind its forward."""
+        step = self._step
+        if step.config.timers is not None:
+            step.config.timers("forward-compute", log_level=2).start()
+        loss, num_tokens = megatron_schedules.forward_step_calc_loss(
+            step.model[self.chunk],
+            output,
+            loss_func,
+            step.config,
+            self._vp_stage,
+            step.collect_non_loss_data,
+            step.num_microbatches,
+            step.forward_data_store,
+            cp_group_size=self._context_parallel,
+            is_last_stage=True,
+        )
+        return self._scaled(loss, num_tokens)
+
+    def _refuse_other_uses(self, loss: torch.Tensor) -> None:
+        """Refuse a loss whose gradient would run through layers, whose backward comes later."""
+        inputs = [activation for activation, _ in self._live.values() if activation is not None]
+        for _, leaf in uses_of_leaves(loss.grad_fn):
+            if any(leaf is activation for activation in inputs):
+                raise UsageError(
+                    "the loss depends on the model by more than its output, such as hidden states "
+                    f"that a hook keeps, which is not possible with {self.flag_of_loss}: leave it "
+                    "out of the loss, or leave out the flag"
+                )
 
     def _scaled(self, loss: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         """Count the tokens of a loss, and return it as the backward starts from it."""

@@ -18,7 +18,6 @@ from operator import add
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
@@ -294,6 +293,7 @@ class LastStage(_End):
     """Last stage with a vocabulary-parallel output layer: F ends before it, P computes the loss."""
 
     computes_loss = False
+    flag_of_loss = "--pipeline-vocabulary on"
 
     def __init__(
         self,
@@ -312,7 +312,6 @@ class LastStage(_End):
         self._open: dict[int, tuple[Any, torch.Size, dict[str, Any]]] = {}
         self._later: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
-        self._has_looked_at_loss = False
 
     def _user_step(self, *arguments: Any, **options: Any) -> Any:
         user_step = partial(super()._user_step, *arguments, **options)
@@ -359,14 +358,10 @@ class LastStage(_End):
         if self._prediction is not None:
             right = self._sequences(whole.right, shape[1])
             main = self._prediction.main_loss(call, per_token, right)
-        with self._unit(microbatch):
-            loss = self._loss(main, loss_func)
+        self._choose_unit(microbatch)
+        self._run_loss(microbatch, main, loss_func)
         if not trains:
             return log
-        if not self._has_looked_at_loss:  # its graph is small, and one for each step
-            self._has_looked_at_loss = True
-            self._refuse_other_uses(loss)
-        torch.autograd.backward(loss)
         gradient = self._rows.in_order_of_ranks(torch.stack([_gradient(of) for of in per_token]))
         direction = whole.direction * self._rows.own(gradient).unsqueeze(1)
         self._gradients[microbatch] = direction.view(shape)
@@ -381,35 +376,20 @@ class LastStage(_End):
 
     def _start_of_backward(self, output: torch.Tensor) -> Any:
         if not self.split.has_looked:
-            self._refuse_other_uses(output)
+            self._refuse_rows(output)
         return super()._start_of_backward(output)
 
-    def _refuse_other_uses(self, result: torch.Tensor) -> None:
+    def _refuse_other_uses(self, loss: torch.Tensor) -> None:
+        super()._refuse_other_uses(loss)
+        self._refuse_rows(loss)
+
+    def _refuse_rows(self, result: torch.Tensor) -> None:
         """Refuse a graph that uses this rank's rows as if they were all, as a penalty in a loss."""
         if any(leaf is self._shard.weight for _, leaf in uses_of_leaves(result.grad_fn)):
             raise UsageError(
                 "the model or its loss uses the weight of the output layer by itself, of which "
                 "each rank has a part: give --pipeline-vocabulary off"
             )
-
-    def _loss(self, per_token: torch.Tensor, loss_func: Any) -> torch.Tensor:
-        """Do with the losses of the tokens (batch, sequence) what Megatron does."""
-        step = self._step
-        if step.config.timers is not None:
-            step.config.timers("forward-compute", log_level=2).start()
-        loss, num_tokens = megatron_schedules.forward_step_calc_loss(
-            step.model[self.chunk],
-            per_token,
-            loss_func,
-            step.config,
-            self.chunk if len(step.model) > 1 else None,
-            step.collect_non_loss_data,
-            step.num_microbatches,
-            step.forward_data_store,
-            cp_group_size=self._context_parallel,
-            is_last_stage=True,
-        )
-        return self._scaled(loss, num_tokens)
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         found = super().backward(microbatch, self._gradients.pop(microbatch))
@@ -488,9 +468,9 @@ class FirstStage(_End):
         """
         step, chunk = self._step, self.chunk
         model = step.model[chunk]
-        read = partial(step.forward_step_func, step.data_iterators[chunk], model)
-        with self._unit(microbatch):
-            call = read_up_to_model(read, model, step.placeholder(microbatch))
+        self._choose_unit(microbatch)
+        read = partial(self._call_user, step.data_iterators[chunk], model)
+        call = read_up_to_model(read, model, step.placeholder(microbatch))
         self._calls[microbatch] = call
         every = [of.t().reshape(-1) for of in self._tokens(call)]
         return self._rows.in_order_of_ranks(torch.stack(every))

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import (
@@ -28,6 +29,7 @@ from megatron_zb.megatron_core.current_schedule import JobSizes
 from megatron_zb.megatron_core.profiled_steps import iterations_left
 from megatron_zb.megatron_core.refusals import OVERLAP, Asked
 from megatron_zb.megatron_core.sliced_documents import ENDS, MASK
+from megatron_zb.megatron_core.sliced_reading import ReadingArguments
 from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.parsing import flag_of
@@ -89,7 +91,7 @@ def adapter_of(
     refusals.check(asked.known((adapter.schedule.placement,), draws_by_layer=draws))
     if adapter.current.slicing is not None and steps_done is None:  # the data is Megatron-LM's
         part = adapter.part(SlicesPart)
-        part.reading, part.documents = _reading_slice, _documents(args)
+        part.arguments, part.documents = BatchArguments(), _documents(args)
         # it is one of whole sequences
         args.create_attention_mask_in_dataloader = part.documents == MASK
     if draws:
@@ -178,36 +180,61 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 def _steps_done() -> int:
     """Return the steps that Megatron-LM's training loop has completed before the next one."""
+    return int(_running_args().curr_iteration)
+
+
+def _running_args() -> Any:
     from megatron.training import get_args
 
-    return int(get_args().curr_iteration)
+    return get_args()
 
 
 def _iterations_left() -> int | None:
     """Return the iterations that Megatron-LM's training loop has from the current one on."""
-    from megatron.training import get_args
-
-    args = get_args()
+    args = _running_args()
     return iterations_left(_steps_done(), args.train_iters, args.exit_interval)
 
 
-@contextmanager
-def _reading_slice(tokens: int) -> Iterator[None]:
-    """Let Megatron-LM's tensor-parallel ranks receive a batch of so many tokens, and no more."""
-    from megatron.training import get_args
+class BatchArguments(ReadingArguments):
+    """The arguments by which the ``get_batch`` of Megatron-LM's scripts receives a batch."""
 
-    args = get_args()
-    names = ("create_attention_mask_in_dataloader", *_PACKED)
-    received = {name: False for name in names if hasattr(args, name)} | {"seq_length": tokens}
-    usual = {name: getattr(args, name) for name in received}
-    vars(args).update(received)
-    try:
-        yield
-    finally:
-        vars(args).update(usual)
+    def __init__(self) -> None:
+        self._usual: dict[str, Any] = {}
+
+    @contextmanager
+    def of_batch(self, tokens: int, *, receives: bool) -> Iterator[None]:
+        """Let ``get_batch`` send and receive what a batch has.
+
+        A rank that has read the batch finds its length there, as the user's code does.
+        """
+        args = _running_args()
+        changed: dict[str, Any] = {n: False for n in (_MASKED, *_PACKED) if hasattr(args, n)}
+        if receives:
+            changed["seq_length"] = tokens
+        self._usual = {name: getattr(args, name) for name in changed}
+        vars(args).update(changed)
+        try:
+            yield
+        finally:
+            self.restore()
+
+    @contextmanager
+    def of_user(self) -> Iterator[None]:
+        args = _running_args()
+        changed = {name: getattr(args, name) for name in self._usual}
+        vars(args).update(self._usual)
+        try:
+            yield
+        finally:
+            vars(args).update(changed)
+
+    def restore(self) -> None:
+        usual, self._usual = self._usual, {}
+        vars(_running_args()).update(usual)
 
 
 _PACKED = ("sft", "dataloader_inter_document_masking")
+_MASKED = "create_attention_mask_in_dataloader"
 
 
 def _documents(args: argparse.Namespace) -> str:

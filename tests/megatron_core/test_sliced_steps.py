@@ -23,7 +23,8 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter, ScheduleSettings
 from megatron_zb.megatron_core.sliced_documents import Cut, starts_of
-from megatron_zb.megatron_core.slices import SlicedReading, TokenCounts
+from megatron_zb.megatron_core.sliced_loss import TokenCounts
+from megatron_zb.megatron_core.sliced_reading import ReadingOptions, SlicedReading
 from megatron_zb.megatron_core.stages import OffloadPart
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.schedules import Schedule
@@ -201,7 +202,7 @@ def test_packed_samples_are_looked_at_and_then_cut() -> None:
     samples = [{"tokens": tokens + n, "cu_seqlens_q": ends, **more} for n in range(2)]
     reading = SlicedReading(iter(samples), (0, 4, 8))
     assert reading.finds_ends()
-    reading.has_documents = True
+    reading.options.has_documents = True
     starts = [one.tolist() for one in reading.read_ahead(2).values()]
     assert starts == [[[0, 0, 0, 3, 3, 3, 3, 3]]] * 2
     cut = [*reading]
@@ -210,11 +211,12 @@ def test_packed_samples_are_looked_at_and_then_cut() -> None:
     assert not SlicedReading(iter([{"tokens": tokens}]), (0, 8)).finds_ends()
 
 
-def test_slices_of_data_without_a_loss_mask_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_with_a_sharded_vocabulary_need_a_loss_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{TokenCounts.__module__}.device", lambda: torch.device("cpu"))
     step: Any = SimpleNamespace(pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)))
     sample = {"tokens": torch.arange(8)[None], "loss_mask": torch.tensor([[1.0] * 3 + [0.0] * 5])}
-    reading = SlicedReading(iter([sample, {"tokens": sample["tokens"]}]), (0, 4, 8))
+    data = iter([sample, {"tokens": sample["tokens"]}])
+    reading = SlicedReading(data, (0, 4, 8), ReadingOptions(keeps_whole=True))
     for _ in range(3):  # two of the first microbatch, one of the next
         next(reading)
     counts = TokenCounts(reading, Cut((0, 4, 8)), step)

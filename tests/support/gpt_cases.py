@@ -667,11 +667,18 @@ def _with_loss(output: torch.Tensor, mask: torch.Tensor) -> tuple[Any, Any]:
 
 
 def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, ...]:
-    """Sum the losses as pretrain_gpt.py does, which views the mask as one row."""
+    """Sum the losses as pretrain_gpt.py does, which views the mask as one row.
+
+    It reports their mean over the tokens of all ranks that share sequences.
+    """
     row = losses.reshape(-1)
     total = (row.to(torch.promote_types(row.dtype, torch.float32)) * mask.view(-1)).sum()
     tokens = mask.sum().to(torch.int)
-    return total, tokens, {"lm loss": total.detach().clone() / tokens}
+    whole = torch.stack([total.detach().clone(), tokens])
+    group = parallel_state.get_context_parallel_group()
+    if group.size() > 1:
+        torch.distributed.all_reduce(whole, group=group)
+    return total, tokens, {"lm loss": whole[0] / whole[1]}
 
 
 def gradients(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
