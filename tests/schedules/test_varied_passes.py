@@ -6,6 +6,7 @@ import random
 from statistics import fmean, pstdev
 
 import pytest
+import varied_passes as benchmark
 
 from megatron_zb import schedules
 from megatron_zb.schedules.costs import Costs
@@ -80,3 +81,11 @@ def test_auto_loses_no_more_than_named_schedules_that_are_as_fast() -> None:
             as_fast += 1
             assert mean_seconds(auto, request) <= mean_seconds(other, request)
     assert as_fast
+
+
+def test_the_benchmark_shows_what_the_choice_costs_and_gains() -> None:
+    found = {row["name"]: row for row in benchmark.rows(2, 4, [0, 10], 8)}
+    assert [*found] == [*benchmark.NAMED, "fastest", "auto"]
+    fastest, taken = (found[name]["means"] for name in ("fastest", "auto"))
+    assert fastest[0] <= taken[0] <= fastest[0] * 1.01
+    assert all(row["means"][1] > row["means"][0] for row in found.values())
