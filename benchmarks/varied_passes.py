@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import provenance
@@ -34,9 +35,11 @@ def with_fastest(request: Request) -> Iterator[tuple[str, Schedule]]:
     found: list[tuple[float, Schedule]] = []
     choose = varied_passes.steadiest
 
-    def steadiest(among: list[tuple[float, Schedule]], *given: Any) -> int:
+    def steadiest(
+        among: Sequence[tuple[float, Schedule]], request: Request, most: float = math.inf
+    ) -> int:
         found.extend(among)
-        return choose(among, *given)
+        return choose(among, request, most)
 
     varied_passes.steadiest = steadiest
     try:
