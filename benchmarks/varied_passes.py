@@ -32,21 +32,21 @@ _SEED = 1
 
 def with_fastest(request: Request) -> Iterator[tuple[str, Schedule]]:
     """Yield the fastest order that `auto` finds, and the one that it takes."""
-    found: list[tuple[float, Schedule]] = []
+    seen: list[tuple[float, Schedule]] = []
     choose = varied_passes.steadiest
 
     def steadiest(
-        among: Sequence[tuple[float, Schedule]], request: Request, most: float = math.inf
+        found: Sequence[tuple[float, Schedule]], request: Request, most: float = math.inf
     ) -> int:
-        found.extend(among)
-        return choose(among, request, most)
+        seen.extend(found)
+        return choose(found, request, most)
 
     varied_passes.steadiest = steadiest
     try:
         taken = auto.auto(request)
     finally:
         varied_passes.steadiest = choose
-    yield "fastest", found[0][1]
+    yield "fastest", seen[0][1]
     yield "auto", taken
 
 
