@@ -7,7 +7,9 @@ docs/results; what they lack is said to be missing, with the command that makes 
   python benchmarks/schedule_quality.py --output quality.json
   python benchmarks/exact_gap.py | tail -n 1 > exact.json
   python benchmarks/beside_others.py --output others.json
+  python benchmarks/varied_passes.py | tail -n 1 > varied.json
   python docs/make_schedules.py --results quality.json --exact exact.json --others others.json
+  python docs/make_schedules.py --varied varied.json
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ PAGE = DOCS / "schedules.md"
 QUALITY = Path("results") / "schedule_quality.json"
 EXACT = Path("results") / "exact_gap.json"
 OTHERS = Path("results") / "beside_others.json"
+VARIED = Path("results") / "varied_passes.json"
 QUALITY_COMMAND = "python benchmarks/schedule_quality.py --output FILE"
 EXACT_COMMAND = "python benchmarks/exact_gap.py"
 OTHERS_COMMAND = "python benchmarks/beside_others.py --output FILE"
+VARIED_COMMAND = "python benchmarks/varied_passes.py"
 
 # The table of sizes: p, m, and F, B, W and a transfer of one microbatch on one rank.
 SIZES = (8, 32)
@@ -48,7 +52,12 @@ COLOURS = 96
 
 def main() -> None:
     args = _arguments()
-    for given, kept in ((args.results, QUALITY), (args.exact, EXACT), (args.others, OTHERS)):
+    for given, kept in (
+        (args.results, QUALITY),
+        (args.exact, EXACT),
+        (args.others, OTHERS),
+        (args.varied, VARIED),
+    ):
         if given is not None:
             _keep(given, args.docs / kept)
     if not args.tables_only:
@@ -64,6 +73,7 @@ def main() -> None:
         "time": time_table(quality),
         "exact": exact_table(_read(args.docs / EXACT)),
         "others": others_table(_read(args.docs / OTHERS)),
+        "varied": varied_table(_read(args.docs / VARIED)),
     }.items():
         text = replaced(text, name, lines)
     page.write_text(text, encoding="utf-8")
@@ -77,6 +87,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="output of schedule_quality.py to keep")
     parser.add_argument("--exact", type=Path, help="last line of exact_gap.py to keep")
     parser.add_argument("--others", type=Path, help="output of beside_others.py to keep")
+    parser.add_argument("--varied", type=Path, help="last line of varied_passes.py to keep")
     parser.add_argument("--tables-only", action="store_true", help="leave the pictures as they are")
     parser.add_argument("--docs", type=Path, default=DOCS, help="another folder than this one")
     return parser.parse_args()
@@ -304,6 +315,24 @@ def others_table(others: dict[str, Any]) -> list[str]:
         for row in fastest.values()
     ]
     return table(headings, rows)
+
+
+def varied_table(varied: dict[str, Any]) -> list[str]:
+    """Mean steps of schedules whose passes vary, each size with its own rows."""
+    if not varied:
+        return missing("Steps with passes that vary have", VARIED_COMMAND)
+    shares = [f"{deviation:g}%" for deviation in varied["deviations"]]
+    rows = [
+        (
+            f"{row['ranks']}, {row['microbatches']}: {_VARIED.get(row['name'], row['name'])}",
+            *(f"{mean:.2f}" for mean in row["means"]),
+        )
+        for row in varied["rows"]
+    ]
+    return table(("p, m: schedule", *shares), rows)
+
+
+_VARIED = {"fastest": "the fastest of `auto`", "auto": "`auto`"}
 
 
 def _median(ratios: Sequence[float]) -> str:

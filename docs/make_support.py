@@ -75,6 +75,7 @@ TITLES = {
     "inner_stages": "More than two stages",
     "v": "V schedules (v-half, v-min, v-zb, 1f1b-v, dualpipe-v, wave)",
     "split": "Split backward",
+    "fixed_order": "A fixed order (gpipe, 1f1b, interleaved, zb-h1, zb-h2)",
     "chunks": "Several chunks per rank",
     "graphs": "CUDA graphs",
     "verify": "`--pipeline-verify`",

@@ -39,8 +39,13 @@ _TIMES = {
 }
 _MOST_BLOCKS = 512  # the solver takes seconds for them
 _OWN = (*_TIMES, "blocks", "steps", "run_ahead", "distribution")
-_OF_OTHERS = {"memory_limit": None, "chunks": None, "group_size": None}
-_COSTS_OF_OTHERS = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "p2p": 0.0}
+_OF_OTHERS = dict.fromkeys(
+    ("memory_limit", "chunks", "group_size", "attention", "recompute", "offload")
+)
+_COSTS_OF_OTHERS = {
+    **dict.fromkeys(("forward", "backward", "weight"), 1.0),
+    **dict.fromkeys(("p2p", "forward_comm", "backward_comm"), 0.0),
+}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -118,7 +123,8 @@ def check(arguments: argparse.Namespace) -> None:
         said = f"{NAME} does not take it: leave it out; see --teacher and --student for times"
     else:
         refused = [name for name in _OWN if getattr(arguments, name) is not None]
-        said = f"only {NAME} takes it, not {arguments.name}: leave it out"
+        other = arguments.name or "--csv FILE"
+        said = f"only {NAME} takes it, not {other}: leave it out"
     if refused:
         raise UsageError(f"{flag_of(refused[0])}: {said}")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from megatron_zb import files, schedules
 from megatron_zb.cli.ending import report_if_slow
 from megatron_zb.cli.extensions import extension_of, extensions
-from megatron_zb.errors import UsageError
+from megatron_zb.errors import UsageError, raise_first
 from megatron_zb.parsing import flag_of, positive, seconds
-from megatron_zb.schedules import catalog, interchange
+from megatron_zb.schedules import catalog, conflicts, interchange
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.slices import KEPT, Slicing
@@ -20,6 +20,15 @@ from megatron_zb.schedules.slices import KEPT, Slicing
 # The choices that a schedule may have, as build() and the command line name them.
 _CHOICES = ("memory_limit", "chunks", "group_size")
 _STDOUT = Path("-")
+
+_FLAGS = {
+    conflicts.RECOMPUTATION: "--recompute",
+    conflicts.OFFLOAD: "--offload",
+    conflicts.VOCABULARY: "--cut-output",
+    conflicts.SLICES: "--slices",
+    conflicts.GROUPS: "--group-size",
+}
+"""Flags that request features."""
 
 # Ranks times microbatches of what is drawn; more takes minutes, and is too small to be seen.
 MOST_IN_TERMINAL = 2**15
@@ -126,7 +135,6 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
     choices.add_argument(
         "--attention",
         type=seconds,
-        default=0.0,
         metavar="X",
         help="with --slices: share of the attention between tokens in forward and input gradient, "
         "which grows with the tokens before a slice (default 0)",
@@ -283,11 +291,7 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
     if arguments.csv is not None:
         table = _table(arguments)
         kinds = {p.kind for rank in table.ranks for p in rank}
-        if PassKind.O in kinds and arguments.cut_output is None:
-            raise UsageError(
-                f"--csv {arguments.csv} has passes of a vocabulary-parallel output layer: give its "
-                "time, with --cut-output X"
-            )
+        _check_costs_of_table(arguments, kinds)
         _check_drawn(table.name, table.placement.pipeline_size, table.num_microbatches, most)
         costs = _costs(arguments, table.placement.pipeline_size, lookups=PassKind.E in kinds)
         return schedules.simulate(table, costs)
@@ -327,10 +331,15 @@ def _built(arguments: argparse.Namespace) -> schedules.Timeline:
         if arguments.slices is not None:
             raise UsageError(f"{arguments.name} has no slices: leave --slices out")
         return extension.timeline(arguments)
-    _check_recompute_and_offload(arguments)
     costs, slicing = _costs(arguments, arguments.pipeline_size), Slicing.equal(1)
     if arguments.slices is not None:
-        slicing = replace(arguments.slices, attention=arguments.attention, kept=KEPT)
+        slicing = replace(arguments.slices, attention=arguments.attention or 0.0, kept=KEPT)
+    if arguments.attention is not None and slicing.slices == 1:
+        raise UsageError(
+            "--attention is for token slices, and a whole microbatch has all its attention in F "
+            "and B: add --slices, such as 4, or leave --attention out"
+        )
+    _check_combined(arguments, costs, slicing)
     schedule = schedules.build(
         arguments.name,
         pipeline_size=arguments.pipeline_size,
@@ -342,20 +351,23 @@ def _built(arguments: argparse.Namespace) -> schedules.Timeline:
     return schedules.simulate(schedule, costs)
 
 
-def _check_recompute_and_offload(arguments: argparse.Namespace) -> None:
-    """Refuse recomputation and offload where a schedule has a fixed order, and an input too large.
+def _check_combined(
+    arguments: argparse.Namespace, costs: schedules.Costs, slicing: Slicing
+) -> None:
+    """Refuse flags that no schedule combines, and an input that is too large.
 
     Raises:
-        UsageError: names the flag.
+        UsageError: names the flags.
     """
-    for flag in ("recompute", "offload"):
-        if getattr(arguments, flag) is None:
-            continue
-        if not catalog.family(arguments.name).searches:
-            raise UsageError(
-                f"--{flag}: {arguments.name} has a fixed order, which keeps every activation: "
-                f"leave --{flag} out, or give a schedule that is searched for, such as v-half"
-            )
+    words = conflicts.requested(
+        arguments.name,
+        costs,
+        has_fixed_order=not catalog.family(arguments.name).searches,
+        is_sliced=slicing.slices > 1,
+        group_size=arguments.group_size,
+    )
+    flags = {**_FLAGS, conflicts.COMMUNICATION: flag_of(_communication(arguments))}
+    raise_first(conflicts.refusals({it: flags.get(it, said) for it, said in words.items()}))
     if arguments.recompute is not None and arguments.recompute >= 1:
         raise UsageError(
             f"--recompute is {arguments.recompute:g}: the input of a stage takes less than its "
@@ -363,16 +375,43 @@ def _check_recompute_and_offload(arguments: argparse.Namespace) -> None:
         )
 
 
+def _communication(arguments: argparse.Namespace) -> str:
+    return "forward_comm" if arguments.forward_comm else "backward_comm"
+
+
 def _table(arguments: argparse.Namespace) -> schedules.Schedule:
     if arguments.name is not None:
         raise UsageError(f"give either {arguments.name} or --csv FILE: two schedules were named")
     if arguments.pipeline_size is not None or arguments.num_microbatches is not None:
         raise UsageError("--csv FILE has its own sizes: leave the sizes out")
-    for choice in (*_CHOICES, "slices"):
+    for choice in (*_CHOICES, "slices", "attention"):
         if getattr(arguments, choice) is not None:
             flag = flag_of(choice)
             raise UsageError(f"--csv FILE is a finished schedule: leave {flag} out")
+    for extension in extensions():
+        extension.check(arguments)
     return interchange.from_csv(arguments.csv)
+
+
+_COSTS_OF_PASSES = {
+    PassKind.R: ("recompute", "passes that are recomputed: give the memory of their input"),
+    PassKind.D: ("offload", "activations that are offloaded: give the time of a copy"),
+    PassKind.O: ("cut_output", "passes of a vocabulary-parallel output layer: give its time"),
+}
+
+
+def _check_costs_of_table(arguments: argparse.Namespace, kinds: set[PassKind]) -> None:
+    """Refuse costs of passes that a table does not have, and the lack of those that it has.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    for kind, (name, has) in _COSTS_OF_PASSES.items():
+        given, flag = getattr(arguments, name) is not None, flag_of(name)
+        if kind in kinds and not given:
+            raise UsageError(f"--csv {arguments.csv} has {has}, with {flag} X")
+        if given and kind not in kinds:
+            raise UsageError(f"--csv {arguments.csv} has no passes {kind}: leave {flag} out")
 
 
 def _costs(

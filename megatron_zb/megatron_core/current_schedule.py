@@ -20,6 +20,7 @@ from megatron_zb.schedules.lowering import Program, lower
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Limit, keeps
+from megatron_zb.schedules.rules import LastFirstRules
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import Timeline, simulate
 from megatron_zb.schedules.slices import AUTO, GAIN, KEPT, Slicing, least_tokens, slicing_of
@@ -177,6 +178,12 @@ class CurrentSchedule:
             raise UsageError(
                 f"the schedule {schedule.name} has passes of a vocabulary-parallel output layer: "
                 "tables train with a whole one; name a schedule, with --pipeline-vocabulary on"
+            )
+        if isinstance(schedule.rules, LastFirstRules):
+            raise UsageError(
+                f"the schedule {schedule.name} begins its backwards with the last microbatch, and "
+                "would sum gradients in another order than 1F1B: give a table that takes "
+                "microbatches in turn"
             )
         costs = _equal_costs(sizes.pipeline_size)
         return cls(schedule, costs, ScheduleSettings(), build, sizes.known_attention)

@@ -41,6 +41,7 @@ class Asked:
         placements: those that the schedule may have. A condition on the placement holds if it
             holds for all of them.
         splits: whether the schedule splits the backward.
+        has_fixed_order: whether no search looks for the order of the schedule.
         table: the schedule of a file, whose passes count like the flags that request them.
         draws_by_layer: whether layers have random streams of their own.
         series: the series of Megatron-LM, such as (0, 19); None is the one installed.
@@ -51,6 +52,7 @@ class Asked:
     choice: str
     placements: Collection[Placement] = ()
     splits: bool = True
+    has_fixed_order: bool = False
     table: Schedule | None = None
     draws_by_layer: bool = False
     series: tuple[int, int] | None = None
@@ -137,6 +139,7 @@ CONDITIONS: dict[str, Callable[[Asked], str | None]] = {
     "inner_stages": lambda asked: asked.for_all(lambda placement: placement.num_stages > 2),
     "v": lambda asked: asked.for_all(_is_mirrored),
     "split": lambda asked: asked.choice if asked.splits else None,
+    "fixed_order": lambda asked: asked.choice if asked.has_fixed_order else None,
     "graphs": _graphs,
     "recompute": _state("pipeline_recompute", lambda table: bool(table.recomputed), "R"),
     "offload": _state("pipeline_offload", lambda table: bool(table.offloaded), "D and H"),
@@ -334,7 +337,13 @@ def of_arguments(
     if bound is None:
         with suppress(UsageError):  # the sizes are wrong, as building will report
             possible = catalog.possible_placements(family, size, chunks, num_layers)
-    return Asked(args=args, choice=choice, placements=possible, splits=family.splits_backward)
+    return Asked(
+        args=args,
+        choice=choice,
+        placements=possible,
+        splits=family.splits_backward,
+        has_fixed_order=not family.searches,
+    )
 
 
 def reason(name: str, condition: str) -> str:

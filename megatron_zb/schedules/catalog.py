@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
-from megatron_zb.errors import UsageError
-from megatron_zb.schedules import families, interchange
+from megatron_zb.errors import UsageError, raise_first
+from megatron_zb.schedules import conflicts, families, interchange
 from megatron_zb.schedules import placement as placements
 from megatron_zb.schedules.auto import auto, candidates, candidates_with_vocabulary
 from megatron_zb.schedules.bounds import lower_bound
@@ -360,8 +360,8 @@ def build(
         The schedule, validated, with its :class:`Report`.
 
     Raises:
-        UsageError: unknown name, sizes out of range, costs of other sizes, or a limit below what
-            the schedule needs.
+        UsageError: unknown name, sizes out of range, costs of other sizes, what cannot be combined
+            (:mod:`conflicts`), or a limit below what the schedule needs.
     """
     chosen = family(name)
     if pipeline_size < 2:
@@ -377,11 +377,19 @@ def build(
     if costs is None:
         costs = Costs.uniform(pipeline_size=pipeline_size, forward=1, backward=1, weight=1)
     check_number(costs, num_microbatches)
-    if costs.vocabulary is not None:
-        costs = costs.with_all_kept()
-    elif any(costs.forward_comm):
-        costs = costs.with_none_offloaded()
-    _check_parts(costs)
+    slicing = Slicing.equal(slices) if isinstance(slices, int) else slices
+    raise_first(
+        conflicts.refusals(
+            conflicts.requested(
+                chosen.name,
+                costs,
+                has_fixed_order=not chosen.searches,
+                is_sliced=slicing.slices > 1,
+                group_size=group_size,
+            )
+        )
+    )
+    _check_placement(chosen, placement, pipeline_size, chunks)
     searched = costs.folded()
     limit = Limit.of(memory_limit, memory_limit_bytes, pipeline_size)
     request = Request(
@@ -396,7 +404,6 @@ def build(
         back_to_back=back_to_back,
         quick=quick,
     )
-    slicing = Slicing.equal(slices) if isinstance(slices, int) else slices
     if slicing.slices > 1:
         return build_sliced(chosen.name, replace(request, costs=costs), slicing)
     schedule = (chosen.build if searched.vocabulary is None else _with_vocabulary(chosen))(request)
@@ -419,13 +426,21 @@ def from_table(name: str, table: str, request: Mapping[str, Any]) -> Schedule:
     return interchange.from_csv(table, name=family(name).name, change=change)
 
 
-def _check_parts(costs: Costs) -> None:
-    """Refuse parts whose memory a search would count as freed by recomputation or offload."""
-    kept = [part for part in costs.parts if isinstance(part, Part) and part.memory]
-    if costs.recomputes_or_offloads and kept:
+def _check_placement(
+    chosen: Family, placement: Placement | None, pipeline_size: int, chunks: int | None
+) -> None:
+    """Refuse another placement than that of a schedule that has its own.
+
+    Raises:
+        UsageError: names both.
+    """
+    if placement is None or chosen.placement is None:
+        return
+    own = chosen.placement(pipeline_size, chunks)
+    if placement.rank_of != own.rank_of:
         raise UsageError(
-            f"passes {kept[0].kind.kind} hold memory that neither recomputation nor offload frees: "
-            "give the part no memory, or costs that keep every activation"
+            f"{chosen.name} has its own placement ({own.name} with {own.chunks} chunks), not "
+            f"{placement.name} with {placement.chunks}: leave the placement out, or give auto"
         )
 
 

@@ -411,11 +411,6 @@ class Costs:
         rows = tuple(row.with_all_kept() for row in self.microbatches)
         return replace(self, recompute=(), kept_input=0.0, copy=(), microbatches=rows)
 
-    def with_none_offloaded(self) -> Costs:
-        """Return the costs where no activation is offloaded."""
-        rows = tuple(row.with_none_offloaded() for row in self.microbatches)
-        return replace(self, copy=(), microbatches=rows)
-
     def with_unsplit(self, shares: Sequence[float]) -> Costs:
         """Return the costs where B computes a share of each stage's weight gradients, not W.
 

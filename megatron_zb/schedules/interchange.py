@@ -2,9 +2,10 @@
 
 The table is the *compute-only* one that torch's pipeline runtime loads and dumps: a row for each
 rank, a cell for each pass, ``<stage><letter><microbatch>``. Its letters are F, I for the input
-gradient (our B), W, and B for a full backward (our BW). Empty cells are idle steps. Two things
-torch does not know: R, where activations are recomputed, and O, P and V of schedules with a sharded
-output layer, in which the shard of rank r counts as stage S + r.
+gradient (our B), W, and B for a full backward (our BW). Empty cells are idle steps. Cells of
+torch's reductions of gradients over replicas, such as ``0REDUCE_GRAD``, are no passes and left out.
+Two things torch does not know: R, where activations are recomputed, and O, P and V of schedules
+with a sharded output layer, in which the shard of rank r counts as stage S + r.
 
 A pair is one cell, such as ``(0F1;2B0)OVERLAP_F_B``.
 """
@@ -30,6 +31,7 @@ from megatron_zb.schedules.request import MOST_FORWARDS
 from megatron_zb.schedules.rules import (
     TRAINING,
     EmbeddingRules,
+    LastFirstRules,
     PredictionRules,
     TrainingRules,
     VocabularyRules,
@@ -42,6 +44,7 @@ _KIND = {letter: kind for kind, letter in _LETTER.items()}
 _OF_SHARDS = {it.kind for it in PREDICTION_KINDS if it.home not in (Home.STAGES, Home.INNER)}
 _CELL = re.compile(rf"([0-9]+)([{''.join(_KIND)}])([0-9]+)")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+_REDUCTION = re.compile(r"[0-9]+REDUCE_GRAD")
 _COMMUNICATION = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
 
 # Far above what any cluster needs; a file beyond them is no schedule.
@@ -162,11 +165,21 @@ def rules_of(ranks: Sequence[Sequence[Pass]]) -> TrainingRules:
     kinds = [{p.kind for p in row} for row in ranks]
     holders = tuple(rank for rank, row in enumerate(kinds) if PassKind.O in row)
     if not holders:
-        return TRAINING
+        return LastFirstRules() if _begins_with_the_last(ranks) else TRAINING
     found = set().union(*kinds)
     if PassKind.M in found:
         return PredictionRules(holders)
     return (EmbeddingRules if PassKind.E in found else VocabularyRules)(holders)
+
+
+def _begins_with_the_last(ranks: Sequence[Sequence[Pass]]) -> bool:
+    """Return whether the backwards of every stage take its microbatches from the last one on."""
+    found: dict[int, list[int]] = {}
+    for p in (p for rank in ranks for p in rank if p.kind in (PassKind.B, PassKind.BW)):
+        found.setdefault(p.stage, []).append(p.microbatch)
+    return bool(found) and all(
+        len(units) > 1 and units == sorted(units, reverse=True) for units in found.values()
+    )
 
 
 def _read(path: Path) -> str:
@@ -190,7 +203,7 @@ def _cells(name: str, text: str) -> list[list[_Cell]]:
             [
                 cell
                 for column, text in enumerate(texts, start=1)
-                if text.strip()
+                if text.strip() and not _REDUCTION.fullmatch(text.strip())
                 for cell in _parse(name, row, column, text.strip())
             ]
         )

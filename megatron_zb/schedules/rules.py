@@ -184,6 +184,18 @@ class TrainingRules(Rules):
 
 
 @dataclass(frozen=True)
+class LastFirstRules(TrainingRules):
+    """Rules of a training step whose backwards begin with the last microbatch.
+
+    So torch's ScheduleLoopedBFS has them. Sums of gradients are formed in another order than
+    1F1B's: such a schedule is drawn and timed, but a run refuses it.
+    """
+
+    def turns(self, kind: Kind, units: range) -> Sequence[int]:
+        return units[::-1] if kind.is_gradient else units
+
+
+@dataclass(frozen=True)
 class VocabularyRules(TrainingRules):
     """Rules of a training step with a vocabulary parallel output layer.
 

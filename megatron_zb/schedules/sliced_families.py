@@ -65,10 +65,10 @@ def build_sliced(name: str, request: Request, slicing: Slicing) -> Schedule:
         slicing: of each of them.
 
     Raises:
-        UsageError: the schedule has no slices, the costs are of what slices do not serve, or a
-            limit is below what the schedule needs.
+        UsageError: the schedule has no slices, or a limit is below what the schedule needs.
     """
-    _check(name, request)
+    if name not in SLICED:
+        raise UsageError(f"{name} has no slices: give one of {', '.join(SLICED)}")
     forms = [bool(slicing.joins_weight)]
     if slicing.joins_weight is None:
         may_join = name not in _FIXED and slicing.weight_loss > 0
@@ -103,23 +103,10 @@ _BLOCKS = {
 SLICED = (*_FIXED, *_BLOCKS, "auto")
 
 
-def _check(name: str, request: Request) -> None:
-    costs = request.costs
-    if name not in SLICED:
-        raise UsageError(f"{name} has no slices: give one of {', '.join(SLICED)}")
-    unserved = {
-        "communication in F and B": any(costs.forward_comm) or any(costs.backward_comm),
-        "further passes": bool(costs.parts),
-    }
-    for what, given in unserved.items():
-        if given:
-            raise UsageError(f"{name} with slices: costs have {what}: leave it out, or the slices")
-
-
 def _built(name: str, request: Request, slicing: Slicing) -> Schedule:
     """Build one form of W, of a request for units."""
     costs = request.costs
-    if costs.recomputes_or_offloads and name not in _FIXED:
+    if costs.recomputes_or_offloads:
         schedule = _with_recompute_or_offload(name, request, slicing)
     else:
         schedule = _ordered(name, request, slicing)

@@ -10,8 +10,9 @@ from adapters import scheduled
 from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import ScheduleSettings
 from megatron_zb.measured.balance import Ends
-from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter
 from megatron_zb.megatron_core.connections import WatchPart
+from megatron_zb.schedules.interchange import from_csv
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.request import Limit
@@ -83,6 +84,14 @@ def test_offloaded_activations_need_the_time_of_a_copy() -> None:
             layers=Layers(4),
             pipeline_offload="auto",
         )
+
+
+def test_a_table_with_backwards_from_the_last_on_does_not_train() -> None:
+    """As torch's ScheduleLoopedBFS has them."""
+    table = from_csv("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
+    sizes = JobSizes(pipeline_size=2, num_microbatches=2, layers=Layers(4))
+    with pytest.raises(UsageError, match="begins its backwards with the last microbatch"):
+        PipelineAdapter.of_table(table, sizes)
 
 
 def test_a_timeout_below_zero_is_refused() -> None:

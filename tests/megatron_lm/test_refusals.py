@@ -42,6 +42,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], str]] = {
     "inner_stages": ({"placements": (looped(4), looped(3))}, CHOICE),
     "v": ({"placements": (v_shape(4), wave(4, 4))}, CHOICE),
     "split": ({}, CHOICE),
+    "fixed_order": ({"has_fixed_order": True}, CHOICE),
     "graphs": ({"cuda_graph_impl": "transformer_engine"}, "CUDA graphs (transformer_engine)"),
     "verify": ({"pipeline_verify": True}, "--pipeline-verify"),
     "recompute": ({"pipeline_recompute": "auto"}, "--pipeline-recompute auto"),
@@ -77,7 +78,8 @@ CASES = [
 
 def asked(**given: Any) -> Asked:
     """A run with these arguments; what :class:`Asked` has as fields goes there."""
-    fields = {"placements", "splits", "draws_by_layer", "series", "facts"} & given.keys()
+    fields = {"placements", "splits", "has_fixed_order", "draws_by_layer", "series", "facts"}
+    fields &= given.keys()
     args = argparse.Namespace(**{n: v for n, v in {**SIZES, **given}.items() if n not in fields})
     return Asked(args=args, choice=CHOICE, **{name: given[name] for name in fields})
 

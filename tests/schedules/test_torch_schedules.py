@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import io
+from pathlib import Path
 from typing import Any
 
 import beside_others
 import pytest
 import torch_schedules
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from megatron_zb import schedules
+from megatron_zb.cli import main as cli
 from megatron_zb.schedules.families import split_interleaved
 from megatron_zb.schedules.interchange import from_csv, to_csv
+from megatron_zb.schedules.rules import LastFirstRules
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
@@ -114,3 +120,49 @@ def test_split_ones_keep_our_rules(name: str) -> None:
     """They are tables like ours: valid, and the same after a round trip."""
     schedule = torch_schedules.torch_schedule(name, 4, 8).validate()
     assert from_csv(to_csv(schedule), name=schedule.name) == schedule
+
+
+def written_by_torch(name: str, p: int, m: int, chunks: int | None) -> str:
+    """The table of a schedule, as torch's _dump_csv writes it."""
+    text = io.StringIO()
+    csv.writer(text).writerows(get_schedule_ops(name, p, m, chunks))
+    return text.getvalue()
+
+
+WITH_CHUNKS = [(name, None) for name in ("GPipe", *torch_schedules.V_SHAPED)] + [
+    (name, chunks) for name in torch_schedules.LOOPED for chunks in (2, 3)
+]
+
+
+@pytest.mark.parametrize(("name", "chunks"), WITH_CHUNKS)
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_torchs_own_table_is_read_and_timed(p: int, m: int, name: str, chunks: int | None) -> None:
+    found = from_csv(written_by_torch(name, p, m, chunks))
+    theirs = torch_schedules.torch_schedule(name, p, m, chunks=chunks)
+    assert (found.ranks, found.placement.rank_of) == (theirs.ranks, theirs.placement.rank_of)
+    assert makespan(found.without_pairs()) == makespan(theirs)
+    assert from_csv(to_csv(found)) == found
+    timeline = schedules.simulate(
+        found, schedules.Costs.uniform(pipeline_size=p, forward=1, backward=1, weight=1)
+    )
+    assert schedules.lower(found, timeline)
+
+
+def test_loops_that_begin_with_the_last_backward_are_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bfs.csv"
+    path.write_text(written_by_torch("LoopedBFS", 2, 4, 2), encoding="utf-8")
+    for more in ([], ["--output", str(tmp_path / "bfs.html")], ["--p2p", "0.5"]):
+        assert cli.main(["show", "--csv", str(path), *more]) == 0
+    assert "bfs.csv" in capsys.readouterr().out
+    rules = from_csv(path).rules
+    assert isinstance(rules, LastFirstRules)
+    assert from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n").rules != rules
+
+
+def test_only_part_of_the_backwards_from_the_last_on_is_refused() -> None:
+    with pytest.raises(schedules.InvalidSchedule, match="'microbatch order'"):
+        from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B1,1B0\n")
+    with pytest.raises(schedules.InvalidSchedule, match="'microbatch order'"):
+        from_csv("0F1,0F0,0B1,0B0\n1F1,1F0,1B1,1B0\n")

@@ -1,0 +1,114 @@
+"""What a schedule cannot combine: one table for every entrance.
+
+:func:`catalog.build` checks its arguments, and ``megatron-zb show`` its flags. A training run has
+rows of its own flags in ``megatron_core/refusals.yaml``: a test compares them with this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron_zb.errors import Refusal
+from megatron_zb.schedules.costs import Costs
+
+RECOMPUTATION, OFFLOAD = "recomputation", "offload"
+VOCABULARY = "vocabulary"
+COMMUNICATION = "communication"
+PARTS, HOLDING_PARTS = "parts", "parts that hold memory"
+SLICES, GROUPS = "slices", "groups"
+FIXED_ORDER = "fixed order"
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two features that no schedule has together.
+
+    Args:
+        one: a feature.
+        other: another one.
+        why: the reason, then what to do.
+        says: the whole sentence, where the usual one does not fit.
+    """
+
+    one: str
+    other: str
+    why: str = ""
+    says: str = ""
+
+    def refusal(self, words: Mapping[str, str]) -> Refusal:
+        """Return the refusal of both features, by what their user calls them."""
+        one, other = words[self.one], words[self.other]
+        return Refusal(one, other, self.why, self.says.format(one=one, other=other))
+
+
+_ALL_KEPT = "its passes and those of the stages keep every activation; leave one out"
+_FIXED = (
+    "{one}: {other} has a fixed order, which keeps every activation: leave {one} out, or give a "
+    "schedule that is searched for, such as v-half"
+)
+_HELD = (
+    "{other} hold memory that neither recomputation nor offload frees: give the part no memory, or "
+    "costs that keep every activation"
+)
+
+CONFLICTS = (
+    Conflict(RECOMPUTATION, VOCABULARY, _ALL_KEPT),
+    Conflict(OFFLOAD, VOCABULARY, _ALL_KEPT),
+    Conflict(OFFLOAD, COMMUNICATION, "pairs of F and B keep every activation; leave one out"),
+    Conflict(RECOMPUTATION, FIXED_ORDER, says=_FIXED),
+    Conflict(OFFLOAD, FIXED_ORDER, says=_FIXED),
+    Conflict(RECOMPUTATION, HOLDING_PARTS, says=_HELD),
+    Conflict(OFFLOAD, HOLDING_PARTS, says=_HELD),
+    Conflict(
+        COMMUNICATION, SLICES, "communication in F and B is of whole microbatches; leave one out"
+    ),
+    Conflict(PARTS, SLICES, "further passes are of whole microbatches; leave one out"),
+    Conflict(GROUPS, VOCABULARY, "its order is searched for, and has no groups; leave one out"),
+)
+
+
+def requested(
+    name: str,
+    costs: Costs,
+    *,
+    has_fixed_order: bool,
+    is_sliced: bool = False,
+    group_size: int | None = None,
+) -> dict[str, str]:
+    """Return the features that are requested of a schedule, and what errors call them.
+
+    Args:
+        name: of the schedule.
+        costs: for which it is built.
+        has_fixed_order: whether no search looks for its order.
+        is_sliced: whether microbatches have several slices.
+        group_size: microbatches that pass a chunk together, if given.
+    """
+    passes = ", ".join(str(part.kind.kind) for part in costs.parts)
+    found = {
+        RECOMPUTATION: (bool(costs.recompute), "recomputation"),
+        OFFLOAD: (bool(costs.copy), "offload"),
+        VOCABULARY: (costs.vocabulary is not None, "vocabulary parallelism"),
+        COMMUNICATION: (
+            any(costs.forward_comm) or any(costs.backward_comm),
+            "communication in F and B",
+        ),
+        PARTS: (bool(costs.parts), f"passes {passes}"),
+        HOLDING_PARTS: (any(part.memory for part in costs.parts), f"passes {passes}"),
+        SLICES: (is_sliced, "token slices"),
+        GROUPS: (group_size is not None, f"group_size {group_size}"),
+        FIXED_ORDER: (has_fixed_order, name),
+    }
+    return {feature: words for feature, (given, words) in found.items() if given}
+
+
+def refusals(words: Mapping[str, str]) -> Iterator[Refusal]:
+    """Yield what cannot be combined, in the order of the table.
+
+    Args:
+        words: features that are requested, and what their user calls them.
+    """
+    for conflict in CONFLICTS:
+        if conflict.one in words and conflict.other in words:
+            yield conflict.refusal(words)

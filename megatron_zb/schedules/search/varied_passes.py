@@ -1,0 +1,106 @@
+"""Choice among orders of nearly equal time: the one that loses least where passes vary.
+
+Every pass takes a random number of times its seconds, evenly drawn with a standard deviation of
+:data:`DEVIATION`. Draws are seeded, and sums are exact, so that every rank of a job, on every
+machine, chooses the same.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from operator import mul
+
+from megatron_zb.schedules.request import Request
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.stage_costs import StageCosts
+
+DEVIATION = 0.1
+"""Standard deviation of the seconds of a pass, as a share of them."""
+NEAR = 1.01
+"""The seconds of an order that may take the place of the fastest one, as a share of its own."""
+_DRAWS = 24
+_MOST = 6  # orders that are compared
+_MOST_PASSES = 24_000  # of a step, beyond which the fastest order is taken as it is
+
+
+def varied(
+    costs: StageCosts, num_microbatches: int, deviation: float, rng: random.Random
+) -> StageCosts:
+    """Return costs whose every F, B and W takes a number of times its seconds.
+
+    A whole backward varies as its halves do. Messages and memory do not vary.
+    """
+    widest = math.sqrt(3.0) * deviation
+    draw = partial(rng.uniform, 1.0 - widest, 1.0 + widest)
+
+    def row(base: StageCosts) -> StageCosts:
+        forward, backward, weight = ([draw() for _ in base.forward] for _ in range(3))
+        parts = zip(base.backward, backward, base.weight, weight, strict=True)
+        whole = [(b * x + w * y) / (b + w) if b + w else 1.0 for b, x, w, y in parts]
+        return replace(
+            base,
+            forward=tuple(map(mul, base.forward, forward)),
+            backward=tuple(map(mul, base.backward, backward)),
+            weight=tuple(map(mul, base.weight, weight)),
+            whole=tuple(map(mul, base.fused, whole)),
+            forward_comm=tuple(map(mul, base.forward_comm, forward)),
+            backward_comm=tuple(map(mul, base.backward_comm, backward)),
+            recompute=tuple(map(mul, base.recompute, forward)),
+            microbatches=(),
+        )
+
+    return replace(costs, microbatches=tuple(row(costs.of(j)) for j in range(num_microbatches)))
+
+
+class _OnPlacement:
+    """Costs of one placement, for the simulator."""
+
+    def __init__(self, costs: StageCosts) -> None:
+        self._costs = costs
+
+    def for_placement(self, placement: object) -> StageCosts:
+        return self._costs
+
+
+def mean_seconds(
+    schedule: Schedule,
+    request: Request,
+    deviation: float = DEVIATION,
+    draws: int = _DRAWS,
+    seed: int = 0,
+) -> float:
+    """Return the mean seconds of a schedule whose passes vary, of so many seeded draws."""
+    table = request.costs.for_placement(schedule.placement)
+    rng = random.Random(seed)
+    found = []
+    for _ in range(draws):
+        costs = varied(table, schedule.num_microbatches, deviation, rng)
+        found.append(request.seconds(simulate(schedule, _OnPlacement(costs))))
+    return math.fsum(found) / draws
+
+
+def steadiest(
+    found: Sequence[tuple[float, Schedule]], request: Request, most: float = math.inf
+) -> int:
+    """Return the place of the schedule that is fastest on average where passes vary.
+
+    Args:
+        found: schedules with their seconds, the fastest first; those within :data:`NEAR` compete.
+        request: for which they have been built.
+        most: seconds of the slowest schedule that competes.
+    """
+    limit = min(most, found[0][0] * NEAR) * (1 + 1e-9)
+    near: dict[object, int] = {}  # the first one of each order
+    for i, (seconds, schedule) in enumerate(found):
+        if seconds <= limit:
+            near.setdefault((schedule.ranks, schedule.pairs), i)
+    places = list(near.values())[:_MOST]
+    passes = max(sum(map(len, found[i][1].ranks)) for i in places)
+    if len(places) < 2 or passes > _MOST_PASSES:
+        return 0
+    return min(places, key=lambda i: (mean_seconds(found[i][1], request), i))
