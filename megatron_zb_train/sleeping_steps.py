@@ -9,7 +9,6 @@ machine. The programs, the executor and the messages are those of a training.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from megatron_zb import schedules
 from megatron_zb.cli.ending import ended
 from megatron_zb.parsing import Parser, positive, seconds
 from megatron_zb.schedules.slices import Slicing
+from megatron_zb_train.log import Records
 from megatron_zb_train.synthetic_steps import SyntheticSteps, join
 
 
@@ -39,13 +39,13 @@ def _run(argv: Sequence[str] | None) -> None:
     costs = schedules.Costs.uniform(
         pipeline_size=ranks, forward=forward, backward=backward, weight=weight
     )
+    records = Records(str(args.log_file), append=True)
     for name in args.schedules:
         sizes = {"pipeline_size": ranks, "num_microbatches": args.num_microbatches}
         schedule = schedules.build(name, **sizes, costs=costs, slices=args.slices)
         record = _timed(name, rank, schedule, args.repetitions, costs)
         if rank == 0:
-            with args.log_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            records.write(record)
     dist.destroy_process_group()
 
 

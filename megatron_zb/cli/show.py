@@ -266,7 +266,7 @@ def export(arguments: argparse.Namespace) -> None:
     if path == _STDOUT:
         sys.stdout.write(text)
         return
-    interchange.write_text(path, text)
+    files.write_text(path, text)
     print(path)
 
 

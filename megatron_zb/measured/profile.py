@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import Field, model_validator
 
+from megatron_zb import files
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.measured.config import Section
@@ -477,11 +478,7 @@ def write_profile(profile: Profile, path: Path) -> None:
         UsageError: it cannot be written.
     """
     text = yaml.safe_dump(profile.model_dump(), sort_keys=False, width=120)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write the profile '{path}': {error.strerror}") from error
+    files.write_text(path, text)
 
 
 def merged(replicas: Sequence[Sequence[StageProfile]]) -> list[StageProfile]:
