@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,6 +49,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(self._describe(message))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print a help text; argparse would hide that it cannot be written."""
+        if message:
+            (file or sys.stderr).write(message)
 
     def _describe(self, message: str) -> str:
         """Rewrite argparse's message as one sentence that says what would be right."""

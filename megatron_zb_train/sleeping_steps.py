@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zb import schedules
+from megatron_zb.children import end_with_launcher
 from megatron_zb.cli.ending import ended
 from megatron_zb.parsing import Parser, positive, seconds
 from megatron_zb.schedules.slices import Slicing
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> None:
     args = _parser().parse_args(argv)
+    end_with_launcher()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     join(rank, ranks)
     forward, backward, weight = (time / 1000 for time in args.milliseconds)

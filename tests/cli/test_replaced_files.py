@@ -93,7 +93,7 @@ def test_a_full_disk_leaves_the_older_file(
 
 
 def test_a_full_disk_leaves_a_folder_of_schedules(tmp_path: Path) -> None:
-    request = {"pipeline_size": 2, "num_microbatches": 2}
+    request: dict[str, Any] = {"pipeline_size": 2, "num_microbatches": 2}
     schedule = build("zb-h1", **request)
     cache = Cache(tmp_path)
     with full_disk(), pytest.raises(UsageError, match="cannot write"):
