@@ -5,9 +5,11 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import shutil
 import sys
 
 _ERRORS = "megatron_zb"
+_NARROWEST = 40  # columns of a table or a drawing; a narrower terminal wraps its lines
 # Letters of drawings and tables, for a terminal without them.
 _PLAIN = dict(zip("▁▂▃▄▅▆▇█·•◀▶●○×–—‘’“”…", ".,:-=+*#.*<>*ox--''\"\".", strict=True))
 _LINES = {"─": "-", "━": "-", "╌": "-", "═": "-", "│": "|", "┃": "|", "║": "|"}
@@ -32,9 +34,11 @@ def prepare() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors=_ERRORS)
-    for name in ("COLUMNS", "LINES"):
-        if not os.environ.get(name, "").strip("0"):
-            os.environ.pop(name, None)
+    if not os.environ.get("LINES", "").strip("0"):
+        os.environ.pop("LINES", None)
+    columns = shutil.get_terminal_size().columns
+    if columns < _NARROWEST or not os.environ.get("COLUMNS", "1").strip("0"):
+        os.environ["COLUMNS"] = str(max(columns, _NARROWEST))
 
 
 def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
