@@ -11,11 +11,18 @@ import json
 import sys
 
 from megatron_zb import files
+from megatron_zb.cli.ending import ended
 from megatron_zb.drawing.html_drawing import ORDER_SIZES, ORDERS_FILE, build_order, order_names
+from megatron_zb.parsing import Parser
 from megatron_zb.schedules.search import kernels
 
 
 def main() -> int:
+    return ended("make_orders.py", _run)
+
+
+def _run() -> int:
+    Parser(prog="make_orders.py", description=__doc__).parse_args()
     if not kernels.available():
         print("make_orders.py: without numba the search finds less: install it", file=sys.stderr)
         return 2
