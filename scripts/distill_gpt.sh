@@ -16,7 +16,7 @@ usage: [VARIABLE=VALUE ...] scripts/distill_gpt.sh [OPTION ...] [ARGUMENT ...]
 Trains the blocks of a student on what the blocks of a teacher read and say, and writes the stitched
 student as a checkpoint of Megatron. Run it on every host of the job; it prints the command that it runs.
 
-  python scripts/prepare_text.py --max-bytes 100000 --output-prefix runs/text
+  python scripts/prepare_text.py --max-bytes 4000000 --output-prefix runs/text
   torchrun --nproc-per-node 2 -m megatron_zb.pretrain_gpt --cpu --pipeline-model-parallel-size 2 \
       --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --data-path runs/text \
       --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --save runs/teacher

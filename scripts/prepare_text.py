@@ -46,9 +46,7 @@ def _run() -> None:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "input",
         nargs="*",

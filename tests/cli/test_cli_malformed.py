@@ -709,7 +709,7 @@ docs.sh --srict | unknown argument '--srict': --help lists what there is
 mutate.sh --drow 3 | unknown argument '--drow': --help lists what there is
 block_library.sh --bogus | unknown argument '--bogus': --help lists what there is
 block_library.sh one two | give one FOLDER, not both 'one' and 'two'
-PYTHON=no-python block_library.sh x | no-python cannot import megatron_zb: install it, or give PYTHON
+PYTHON=nowhere block_library.sh x | nowhere cannot import megatron_zb: install it, or give PYTHON
 test.sh --quik | unknown argument '--quik': --help lists what there is
 test.sh tests/nothing.py | unknown argument 'tests/nothing.py': it is no test file
 test.sh -k name --bogus=3 | unknown argument '--bogus=3'
