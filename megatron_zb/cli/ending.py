@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread, current_thread, main_thread
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from megatron_zb.cli import streams
 from megatron_zb.errors import UsageError, explain_missing_package
@@ -43,12 +43,17 @@ def ended(program: str, command: Callable[[], int | None]) -> int:
         with _interruptible():
             return _code_of(program, command)
     except BrokenPipeError:
-        _write_no_more()
+        _write_no_more(sys.stdout)
         return _NOBODY_READS
     except OSError as error:
-        _write_no_more()
+        _write_no_more(sys.stdout)
         _say(f"{program}: error: {_describe(error)}")
         return WRONG
+    finally:
+        try:
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            _write_no_more(sys.stderr)
 
 
 def _code_of(program: str, command: Callable[[], int | None]) -> int:
@@ -103,10 +108,10 @@ def _describe(error: OSError) -> str:
     return f"'{error.filename}' cannot be used: {reason}"
 
 
-def _write_no_more() -> None:
-    """Redirect standard output to the null device, for the interpreter's flush at its end."""
-    with suppress(OSError, ValueError):  # a stream that stands for the output has no number
-        number = sys.stdout.fileno()
+def _write_no_more(stream: TextIO) -> None:
+    """Redirect a standard stream to the null device, for the interpreter's flush at its end."""
+    with suppress(OSError, ValueError):  # a stream that stands for it has no number
+        number = stream.fileno()
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, number)
         os.close(nothing)
