@@ -38,7 +38,7 @@ REFUSED = [
 
 def advised(words: list[str], advice: str) -> list[str]:
     """Change a command line as the advice says."""
-    flags = dict(re.findall(r"(--[\w-]+)(?: can be)? ([\d.,]+)", advice))
+    flags: dict[str, str] = dict(re.findall(r"(--[\w-]+)(?: can be)? ([\d.,]+)", advice))
     if not flags:  # a value for the last flag
         flags = {words[-2]: re.findall(r"[\d.,]*\d", advice)[0]}
     short = {"--pipeline-size": "-p", "--num-microbatches": "-m"}

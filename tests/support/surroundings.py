@@ -80,10 +80,6 @@ class Surrounding:
     number: int = 0
     seconds: float = 0.0
 
-    @property
-    def loses_output(self) -> bool:
-        return 1 in (*self.closed, *self.full)
-
 
 def _plain(**environment: str) -> Surrounding:
     return Surrounding(environment)
@@ -147,35 +143,43 @@ def _problems(command: str, where: Surrounding, folder: Path) -> Iterator[str]:
     yield from (
         f"{word} in what it says: {said[-300:]!r}" for word in BAD if word in said + printed
     )
-    after = output.read_bytes() if output is not None else b""
-    ordinary = 2 if command == "check" else 0
-    can_say = 2 not in (*where.closed, *where.full)
+    if where.number == 0 and sorted(folder.iterdir()) != before:
+        yield f"files are left: {sorted(each.name for each in folder.iterdir())}"
+    if code not in _codes(command, where):
+        yield f"exit code {code}: {said[-300:]!r}"
+    if not where.number and where.reads:
+        fails = _fails(command, where)
+        if fails and 2 not in (*where.closed, *where.full) and "error: " not in said:
+            yield "no sentence"
+        if not fails and 1 not in where.closed and not printed.strip():
+            yield "an empty answer"
+    if output is not None and not _is_as_it_should(output, where):
+        yield f"{output.name} is damaged, or not the older file"
+
+
+def _fails(command: str, where: Surrounding) -> bool:
+    """Return whether a command should say that something is wrong."""
+    full_disk = where.most is not None and command in _OUTPUT
+    return command == "check" or 1 in (*where.closed, *where.full) or full_disk
+
+
+def _codes(command: str, where: Surrounding) -> tuple[int, ...]:
+    """Return the exit codes that a command may end with."""
+    ordinary = 2 if _fails(command, where) else 0
     if where.number:
         ends = {signal.SIGINT: (130, -2), signal.SIGTERM: (143, -15), signal.SIGKILL: (-9,)}
-        if code not in (*ends[signal.Signals(where.number)], ordinary):
-            yield f"exit code {code}: {said[-300:]!r}"
-        if output is not None and after != OLD and not _is_whole(output):
-            yield f"{output.name} is damaged"
-        return
-    if sorted(folder.iterdir()) != before:
-        yield f"files are left: {sorted(each.name for each in folder.iterdir())}"
-    if not where.reads:
-        if code not in (0, 1, ordinary):
-            yield f"exit code {code}: {said[-300:]!r}"
-        return
-    fails = (where.loses_output or (where.most is not None and output is not None)) or ordinary
-    if code != (2 if fails else 0):
-        yield f"exit code {code}: {said[-300:]!r}"
-    if fails and can_say and "error: " not in said:
-        yield "no sentence"
-    if not fails and 1 not in where.closed and not printed.strip():
-        yield "an empty answer"
-    if output is not None:
-        if where.most is not None and after != OLD:
-            yield f"{output.name} is not the older file"
-        kept = where.loses_output and after == OLD
-        if where.most is None and not kept and not _is_whole(output):
-            yield f"{output.name} is damaged"
+        return (ordinary, *ends[signal.Signals(where.number)])
+    return (ordinary,) if where.reads else (0, 1, ordinary)
+
+
+def _is_as_it_should(output: Path, where: Surrounding) -> bool:
+    """Return whether a file is the older one, where that may be, or whole."""
+    is_old = output.read_bytes() == OLD
+    if where.most is not None:
+        return is_old
+    if where.number or not where.reads or 1 in (*where.closed, *where.full):
+        return is_old or _is_whole(output)
+    return not is_old and _is_whole(output)
 
 
 def _is_whole(path: Path) -> bool:
