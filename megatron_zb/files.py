@@ -1,10 +1,13 @@
-"""Files that a user names: read up to a size, or checked before work whose result they hold."""
+"""Files that a user names: read up to a size, checked before work, and written whole or not."""
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_zb.errors import UsageError
@@ -90,3 +93,49 @@ def check_writable(path: Path) -> None:
         raise UsageError(
             f"cannot write '{path}': in '{nearest}' nothing may be written: give another folder"
         )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text as UTF-8, like :func:`replace`.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    replace(path, lambda new: new.write_text(text, encoding="utf-8", newline=""))
+
+
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Let a function write a new file beside ``path``, and rename it to ``path``.
+
+    Readers, and those who look after a failure, find the whole older file or the whole new one. The
+    folder is made if need be. A link leads where it did, a device or a pipe is written directly.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    new = path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():
+            write(path)
+            return
+        new = target.with_name(f".{secrets.token_hex(4)}.unfinished{target.suffix}")
+        write(new)
+        _keep(new, target)
+    except (OSError, RuntimeError) as error:  # the latter is torch.save's
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UsageError(f"cannot write '{path}': {reason}") from error
+    finally:
+        if new != path:
+            with suppress(OSError):  # it is not there where all went well
+                new.unlink()
+
+
+def _keep(new: Path, target: Path) -> None:
+    """Rename a finished file once it is on the disk, with the mode of the older file."""
+    with new.open("rb") as file:
+        os.fsync(file.fileno())
+    if target.exists():
+        new.chmod(stat.S_IMODE(target.stat().st_mode))
+    new.replace(target)

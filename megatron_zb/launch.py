@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_zb.children import end_with_launcher
 from megatron_zb.errors import UsageError, describe_lost_peer, end_with, explain_missing_package
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> None:
     if rest[:1] in (["-h"], ["--help"]):
         print(USAGE, end="")
         sys.exit(0)
+    end_with_launcher()
     rank = int(os.environ.get("RANK", "0"))
     try:
         with explain_missing_package():

@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
 from types import CodeType, ModuleType
+from typing import Any
 
 # The first that fits a name counts: modules come before their package.
 MOVED = {
@@ -48,8 +48,15 @@ def new_name(name: str) -> str | None:
     return None
 
 
-class _Moved(MetaPathFinder, Loader):
-    """Finds a module under its old name, and loads the one with the new name."""
+class _Moved:
+    """Finds a module under its old name, and loads the one with the new name.
+
+    It has the methods of a finder and a loader without their base classes in importlib.abc, whose
+    import takes longer than that of the rest of the package.
+    """
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to Python to create the module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -59,7 +66,8 @@ class _Moved(MetaPathFinder, Loader):
         if found is None:
             return None
         is_package = found.submodule_search_locations is not None
-        return spec_from_loader(fullname, self, origin=found.origin, is_package=is_package)
+        loader: Any = self
+        return spec_from_loader(fullname, loader, origin=found.origin, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
         new = new_name(module.__name__)
@@ -70,9 +78,11 @@ class _Moved(MetaPathFinder, Loader):
         """Return the code for ``python -m``."""
         new = new_name(fullname)
         found = None if new is None else find_spec(new)
-        if found is None or not isinstance(found.loader, InspectLoader):
+        get_code = getattr(found and found.loader, "get_code", None)
+        if found is None or get_code is None:
             return None
-        return found.loader.get_code(found.name)
+        code: CodeType | None = get_code(found.name)
+        return code
 
 
 def install() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,40 +48,55 @@ class Parser(argparse.ArgumentParser):
         return found, left
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(self._describe(message))
+        raise UsageError(describe(self, message))
 
-    def _describe(self, message: str) -> str:
-        """Rewrite argparse's message as one sentence that says what would be right."""
-        if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
-            return self._describe_of_missing(missing.group(1).split(", "))
-        if one_of := re.fullmatch(r"one of the arguments (.*) is required", message):
-            return f"one argument is missing: give {' or '.join(one_of.group(1).split())}"
-        if ambiguous := re.fullmatch(r"ambiguous option: (\S+) could match (.*)", message):
-            return f"{ambiguous.group(1)} is short for several: write out {ambiguous.group(2)}"
-        found = re.fullmatch(r"argument (.+?): (.*)", message, flags=re.DOTALL)
-        action = self._named(found.group(1)) if found else None
-        if found is None or action is None:
-            return message
-        name, what = _written(action), found.group(2)
-        if what.startswith("expected"):
-            return f"{name} is given without a value: write {_example(action)}"
-        if wrong := re.match(r"invalid choice: (.*) \(choose from", what):
-            return _describe_of_choice(name, wrong.group(1), list(action.choices or ()))
-        if what.startswith("ignored explicit argument"):
-            return f"{name} takes no value: leave out what stands after the ="
-        return f"{name}: {what}"
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print a help text; argparse would hide that it cannot be written."""
+        if message:
+            (file or sys.stderr).write(message)
 
-    def _named(self, name: str) -> argparse.Action | None:
-        """Return the argument that argparse calls ``name`` in a message."""
-        return next((a for a in self._actions if name in _names(a)), None)
 
-    def _describe_of_missing(self, names: Sequence[str]) -> str:
-        action = self._named(names[0])
-        if action is None:
-            return f"{names[0]} is missing"
-        if action.choices is not None:
-            return f"{_written(action)} is missing: give one of {_listed(action.choices)}"
-        return f"{_written(action)} is missing: give {_example(action)}"
+def describe(parser: argparse.ArgumentParser, message: str) -> str:
+    """Rewrite what argparse says of a mistake as one sentence that says what would be right."""
+    if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
+        return _describe_of_missing(parser, missing.group(1).split(", "))
+    if one_of := re.fullmatch(r"one of the arguments (.*) is required", message):
+        return f"one argument is missing: give {' or '.join(one_of.group(1).split())}"
+    if ambiguous := re.fullmatch(r"ambiguous option: (\S+) could match (.*)", message):
+        return f"{ambiguous.group(1)} is short for several: write out {ambiguous.group(2)}"
+    if unknown := re.fullmatch(r"unrecognized arguments: (\S+).*", message, flags=re.DOTALL):
+        return _describe_of_unknown(unknown.group(1), sorted(parser._option_string_actions))
+    found = re.fullmatch(r"argument (.+?): (.*)", message, flags=re.DOTALL)
+    action = _named(parser, found.group(1)) if found else None
+    if found is None or action is None:
+        return message
+    name, what = _written(action), found.group(2)
+    if what.startswith("expected"):
+        return f"{name} is given without a value: write {_example(action)}"
+    if wrong := re.match(r"invalid choice: (.*) \(choose from", what):
+        return _describe_of_choice(name, wrong.group(1), list(action.choices or ()))
+    if number := re.fullmatch(r"invalid (int|float) value: (.*)", what, flags=re.DOTALL):
+        return f"{name}: {number.group(2)} is {_NO_NUMBER[number.group(1)]}"
+    if what.startswith("ignored explicit argument"):
+        return f"{name} takes no value: leave out what stands after the ="
+    return f"{name}: {what}"
+
+
+_NO_NUMBER = {"int": "not a whole number, such as 8", "float": "not a number, such as 0.5"}
+
+
+def _named(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
+    """Return the argument that argparse calls ``name`` in a message."""
+    return next((a for a in parser._actions if name in _names(a)), None)
+
+
+def _describe_of_missing(parser: argparse.ArgumentParser, names: Sequence[str]) -> str:
+    action = _named(parser, names[0])
+    if action is None:
+        return f"{names[0]} is missing"
+    if action.choices is not None:
+        return f"{_written(action)} is missing: give one of {_listed(action.choices)}"
+    return f"{_written(action)} is missing: give {_example(action)}"
 
 
 def _names(action: argparse.Action) -> tuple[str, ...]:
@@ -126,14 +142,14 @@ def _whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number, such as 8") from None
+        raise argparse.ArgumentTypeError(f"'{text}' is {_NO_NUMBER['int']}") from None
 
 
 def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number, such as 0.5") from None
+        raise argparse.ArgumentTypeError(f"'{text}' is {_NO_NUMBER['float']}") from None
 
 
 def _path(text: str) -> Path:

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb.errors import UsageError
+from megatron_zb.files import write_text
 from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb_distill import flags
 from megatron_zb_distill.blocks import student_layer
-from megatron_zb_distill.library_files import TEACHER, Entry, LibraryFile, replace, weights_path
+from megatron_zb_distill.library_files import TEACHER, Entry, LibraryFile, weights_path
 from megatron_zb_distill.place import Place
 from megatron_zb_distill.schedule.distribution import Distribution
 from megatron_zb_distill.stage import open_stage_blocks
@@ -65,7 +66,7 @@ def assemble(folder: Path, library: LibraryFile, chosen: Sequence[Entry], destin
     if is_uniform(shapes, expert_blocks(vars(args))):
         return f"the student is in {destination}: layers of one shape, as a GPTModel has"
     path = destination / _LAYERS
-    replace(path, lambda new: new.write_text(described(args, shapes)))
+    write_text(path, described(args, shapes))
     return f"the student is in {destination}, for --heterogeneous-layers-config-path {path}"
 
 

@@ -22,6 +22,7 @@ from megatron.core.parallel_state import (
 )
 from pydantic import Field
 
+from megatron_zb import files
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.measured.config import Section
@@ -374,7 +375,7 @@ def _store(
     entry = _entry(args, shape, score, sum(weight.numel() for weight in weights.values()))
     stored = {name: value.cpu() for name, value in (weights | dict(layer.named_buffers())).items()}
     path = library_files.weights_path(folder, student_block.block, shape.name)
-    library_files.replace(path, lambda new: torch.save(stored, new))
+    files.replace(path, lambda new: torch.save(stored, new))
     record = library_files.record(args, entry, shape)
     library_files.write(path.with_suffix(".json"), record.model_dump())
 

@@ -173,16 +173,27 @@ def _distribution(
 
 def _block_costs(arguments: argparse.Namespace) -> BlockCosts:
     given = {name: getattr(arguments, name) or [default] for name, (default, _) in _TIMES.items()}
-    lengths = {len(values) for values in given.values() if len(values) > 1}
     blocks = arguments.blocks
     if blocks is None:
-        blocks = max(lengths, default=arguments.pipeline_size)
+        most = max(map(len, given.values()))
+        blocks = most if most > 1 else arguments.pipeline_size
     if blocks > _MOST_BLOCKS:
-        raise UsageError(f"{blocks} blocks are too many: give at most {_MOST_BLOCKS}")
-    if blocks < 1 or lengths - {blocks}:
         raise UsageError(
-            f"times of {sorted(lengths)} blocks are given for {blocks} blocks: "
-            "give one time for all of them, or one for each"
+            f"{blocks} blocks are too many: give at most {_MOST_BLOCKS}, such as --blocks "
+            f"{_MOST_BLOCKS} with one time for all of them"
+        )
+    if blocks < 1:
+        raise UsageError(f"--blocks is {blocks}: give 1 or more")
+    for name, values in given.items():
+        if len(values) not in (1, blocks):
+            raise UsageError(
+                f"--{name} has {len(values)} times for {blocks} blocks: give one time for all of "
+                "them, or one for each"
+            )
+    if not sum(given["teacher"]) + sum(given["student"]) > 0:
+        raise UsageError(
+            "--teacher and --student are 0, and no block takes any time: give, for example, "
+            "--teacher 1"
         )
     return BlockCosts.of(
         **{name: values * (1 if len(values) > 1 else blocks) for name, values in given.items()}

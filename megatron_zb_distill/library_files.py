@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
+from megatron_zb import files
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.measured import config
@@ -155,20 +155,4 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         UsageError: it cannot be written.
     """
-    replace(path, lambda new: new.write_text(json.dumps(content, indent=1) + "\n"))
-
-
-def replace(path: Path, write_to: Callable[[Path], object]) -> None:
-    """Let a function write a file beside `path`, and rename it to `path`.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_to(new)
-        new.replace(path)
-    except (OSError, RuntimeError) as error:  # the latter is torch.save's
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise UsageError(f"{path} cannot be written: {reason}; give another directory") from error
+    files.write_text(path, json.dumps(content, indent=1) + "\n")

@@ -34,7 +34,7 @@ from megatron_zb_distill.stitching import choose, save_student
 from megatron_zb_distill.student import Library
 from megatron_zb_distill.teacher import Teacher
 from megatron_zb_train import data
-from megatron_zb_train.log import open_records
+from megatron_zb_train.log import Records
 
 
 @dataclass(frozen=True)
@@ -216,15 +216,15 @@ class DistillRun:
         self._channels.until_taken = self._progress.until_taken
         self._watch(dist.PrefixStore("watchdog", store), in_lane)
         busy = BusyTime(on_gpu=not args.cpu)
-        file = None
+        records = None
         if rank == 0 and args.log_file:
-            file = open_records(args.log_file, append=first_step > 0 or bool(args.save_library))
+            records = Records(args.log_file, append=first_step > 0 or bool(args.save_library))
         self.report = DistillReport(
             Board.of(dist.PrefixStore("report", store), lanes, distribution.num_ranks),
             Steps(first_step, args.train_iters, args.log_interval, args.global_batch_size),
             list(stage_blocks.all_student_blocks()),
             busy,
-            file,
+            records,
         )
         self._observers: list[Observer] = [self._progress, busy]
         self._picture: LastSteps | None = None

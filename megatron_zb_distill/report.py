@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -24,6 +24,7 @@ from megatron_zb.runtime.observer import Recorder
 from megatron_zb.schedules.passes import Channel, Message, Pair, Pass
 from megatron_zb_distill.lanes import Lanes
 from megatron_zb_distill.student_block import StudentBlock
+from megatron_zb_train.log import Records
 
 _POLL = 0.02  # seconds
 
@@ -142,14 +143,14 @@ class DistillReport:
         steps: Steps,
         student_blocks: Sequence[StudentBlock],
         busy: BusyTime,
-        file: TextIO | None,
+        records: Records | None,
     ) -> None:
         """Report on the ranks of the board; only rank 0 writes to the file."""
         self._board = board
         self._steps = steps
         self._student_blocks = student_blocks
         self._busy = busy
-        self._file = file
+        self._records = records
         self._told = steps.done
         self._end = steps.last
         self._expected: list[int] = []
@@ -183,9 +184,8 @@ class DistillReport:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a record as a line of JSON, if there is a file."""
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+        if self._records is not None:
+            self._records.write(record)
 
     def say(self, text: str) -> None:
         """Print on rank 0."""

@@ -165,6 +165,8 @@ def _add_measured(command: argparse.ArgumentParser) -> None:
 
 
 def _add_choices(command: argparse.ArgumentParser) -> None:
+    from megatron_zb.job.settings import PERMISSIONS, permission
+
     group = command.add_argument_group("what may be chosen (everything, if left out)")
     group.add_argument("--schedules", metavar="NAMES", help="such as v-zb,v-half,auto")
     for name, what in (
@@ -188,9 +190,10 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(
             flag,
-            choices=("auto", "off"),
+            type=permission,
+            choices=PERMISSIONS,
             help=f"whether --schedules auto may {what}, as in training, where that is faster "
-            "(auto), or not (off, the default)",
+            "(auto or on), or not (off, the default)",
         )
     group.add_argument(
         "--lora",

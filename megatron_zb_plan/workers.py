@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from multiprocessing import resource_tracker
 from typing import Protocol, TypeVar
+
+from megatron_zb.children import end_with_parent
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -45,10 +47,11 @@ def workers(count: int | None = None, after: float | None = None) -> Iterator[Ea
                 if count == 1 or time.monotonic() < others:
                     yield call(item)
                     continue
-                if not pools:
-                    pools.append(context.enter_context(_pool(count - 1)))
                 left = [item, *rest]
-                with _held_back(signal.SIGINT):  # a process half started would be left behind
+                resource_tracker.ensure_running()  # which would let signals through
+                with _held_back():  # a process half started would be left behind
+                    if not pools:
+                        pools.append(context.enter_context(_pool(count - 1)))
                     futures = [pools[0].submit(call, one) for one in left]
                 yield from _results(call, left, futures)
 
@@ -69,21 +72,26 @@ def _results(
         yield here.pop(number) if number in here else future.result()
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
 @contextmanager
-def _held_back(number: signal.Signals) -> Iterator[None]:
-    """Hold a signal back until the context ends; only the main thread ever meets one."""
-    before = signal.getsignal(number)
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    signal.signal(number, lambda number, frame: came.append(number))
+def _held_back() -> Iterator[None]:
+    """Hold signals back until the context ends; processes that it starts never get a SIGINT.
+
+    Ctrl-C goes to all processes of a terminal's job; this one ends the others.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
-        signal.signal(number, before)
-    if came:
-        signal.raise_signal(number)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin(parent: int) -> None:
+    """Prepare a process that searches."""
+    end_with_parent(parent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 @contextmanager
@@ -92,14 +100,14 @@ def _pool(count: int) -> Iterator[ProcessPoolExecutor]:
     pool = ProcessPoolExecutor(
         count,
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_DFL),
+        initializer=_begin,
+        initargs=(os.getpid(),),
     )
     try:
         yield pool
     except BaseException:
         for child in set(multiprocessing.active_children()) - before:
-            child.terminate()
+            child.kill()
         raise
     finally:
         pool.shutdown(cancel_futures=True)

@@ -23,10 +23,11 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_zb.errors import UsageError
+from megatron_zb.children import end_with_parent
+from megatron_zb.errors import UsageError, end_with
 from megatron_zb.job import data_contents
 from megatron_zb.megatron_core.checkpoints import without_padding
-from megatron_zb.parsing import flag_of
+from megatron_zb.parsing import flag_of, gib
 from megatron_zb_train.checkpoint_contents import check_contents
 from megatron_zb_train.checkpoint_directory import (
     TRACKER,
@@ -35,7 +36,7 @@ from megatron_zb_train.checkpoint_directory import (
     set_latest,
 )
 from megatron_zb_train.model import Trainee
-from megatron_zb_train.processes import end_with, is_lost_connection
+from megatron_zb_train.processes import is_lost_connection
 
 # Arguments that make a model what it is: a checkpoint fits only a model that agrees on them.
 _MODEL = (
@@ -96,6 +97,8 @@ def write(directory: Path, iteration: int, state: dict[str, Any], metadata: dict
         state: megatron-core's sharded tensors, and plain values, which rank 0 writes.
         metadata: the layout of the state, for its readers.
 
+    Ends the job with one sentence where the disk is full.
+
     Raises:
         UsageError: the directory cannot be written.
     """
@@ -104,16 +107,51 @@ def write(directory: Path, iteration: int, state: dict[str, Any], metadata: dict
     if dist.get_rank() == 0:
         _make_empty(unfinished)
     dist.barrier()
-    with _results_kept_here():
-        dist_checkpointing.save(
-            state, str(unfinished), content_metadata=metadata, async_sharded_save=False
-        )
+    try:
+        with _results_kept_here():
+            dist_checkpointing.save(
+                state, str(unfinished), content_metadata=metadata, async_sharded_save=False
+            )
+    except (CheckpointException, OSError, RuntimeError) as error:  # the first is no Exception
+        if is_lost_connection(error):
+            raise
+        failure = _unwritten(directory, iteration, error)
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        end_with(failure, dist.get_rank())
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(final, ignore_errors=True)
-        unfinished.rename(final)
+        _rename(unfinished, final)
         set_latest(directory, iteration)
     dist.barrier()
+
+
+def _unwritten(directory: Path, iteration: int, error: BaseException) -> UsageError:
+    """Describe a checkpoint that cannot be written; the disk is as full as it was then."""
+    reason = getattr(error, "strerror", None) or _first_line(error)
+    free = gib(shutil.disk_usage(directory).free)
+    return UsageError(
+        f"--save {directory}: the checkpoint of iteration {iteration} cannot be written ({reason}; "
+        f"{free} of the disk are free): earlier checkpoints are as they were; make room, or give "
+        "another directory"
+    )
+
+
+def _rename(unfinished: Path, final: Path) -> None:
+    """Rename a finished checkpoint; one of the same iteration stays until then.
+
+    Raises:
+        UsageError: it cannot be renamed.
+    """
+    older = final.with_name(f"{final.name}.older")
+    try:
+        if final.exists():
+            shutil.rmtree(older, ignore_errors=True)
+            final.rename(older)
+        unfinished.rename(final)
+    except OSError as error:
+        raise UsageError(f"--save {final.parent} cannot be written: {error.strerror}") from error
+    shutil.rmtree(older, ignore_errors=True)
 
 
 @contextmanager
@@ -137,7 +175,7 @@ def _results_kept_here() -> Iterator[None]:
 def _write_until_end_of(rank: int, write: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """Write files; a process that does nothing else ends with its rank."""
     if os.getpid() != rank:  # newer Megatron writes a single file in the rank itself
-        end_with(rank)
+        end_with_parent(rank)
     return write(*args, **keywords)
 
 
@@ -204,13 +242,18 @@ def read(path: Path, attempt: Callable[[], dict[str, Any]], flag: str = "--load"
     except (CheckpointException, Exception) as error:  # the former is no Exception
         if is_lost_connection(error):
             raise
-        failures = getattr(error, "failures", None)
-        cause = next(iter(failures.values()))[0] if failures else error
-        said = str(cause).strip().splitlines() or [type(cause).__name__]
         raise UsageError(
-            f"{flag}: {path} cannot be read ({said[0]}): a file of it is missing or damaged; to "
-            f"load an earlier checkpoint, write its iteration into {path.parent / TRACKER}"
+            f"{flag}: {path} cannot be read ({_first_line(error)}): a file of it is missing or "
+            "damaged; to load an earlier checkpoint, write its iteration into "
+            f"{path.parent / TRACKER}"
         ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what an error says, or what the first failure of a checkpoint's ranks does."""
+    failures = getattr(error, "failures", None)
+    cause = next(iter(failures.values()))[0] if failures else error
+    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
 
 
 def _prepare_torch_adam(optimizer: Any) -> None:

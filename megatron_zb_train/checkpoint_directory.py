@@ -5,11 +5,10 @@ Imports neither torch nor Megatron.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from megatron_zb.errors import UsageError
-from megatron_zb.files import read_tracker
+from megatron_zb.files import read_tracker, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -41,7 +40,9 @@ def latest_checkpoint(directory: Path) -> tuple[int, Path]:
 
 
 def set_latest(directory: Path, iteration: int) -> None:
-    """Name the newest checkpoint, atomically: readers see the old name or the new one."""
-    temporary = directory / f".{TRACKER}.{os.getpid()}"
-    temporary.write_text(f"{iteration}\n", encoding="utf-8")
-    temporary.replace(directory / TRACKER)
+    """Name the newest checkpoint, atomically: readers see the old name or the new one.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    write_text(directory / TRACKER, f"{iteration}\n")

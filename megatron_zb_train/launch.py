@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_zb import __version__
+from megatron_zb.children import end_with_launcher
 from megatron_zb.errors import UsageError, describe_lost_peer, explain_missing_package
 from megatron_zb.job import data_contents
 from megatron_zb.job.agreement import named_arguments
@@ -48,6 +49,7 @@ def launch(
 
     `run` replaces the training of `megatron_zb.pretrain_gpt` by another function.
     """
+    end_with_launcher()
     environment = Environment.read()
     if environment.rank and {"-h", "--help"} & set(argv):
         sys.exit(0)  # rank 0 prints it

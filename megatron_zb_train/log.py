@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from megatron_zb import files
 from megatron_zb.errors import UsageError
 
 
@@ -31,7 +33,7 @@ class RunLog:
         self._enabled = enabled
         self._interval = interval
         self._last_iteration = last_iteration
-        self._file = open_records(path, append) if enabled and path else None
+        self._records = Records(path, append) if enabled and path else None
 
     def say(self, text: str) -> None:
         """Print text as it is."""
@@ -50,15 +52,12 @@ class RunLog:
         self.say(f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |")
 
     def final(self, record: dict[str, Any]) -> None:
-        """Write the record of the end of the run, and close the file."""
+        """Write the record of the end of the run."""
         self._write(record)
-        if self._file is not None:
-            self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+        if self._records is not None:
+            self._records.write(record)
 
     def _line(self, record: dict[str, Any]) -> str:
         width = max(8, len(str(self._last_iteration)))
@@ -77,14 +76,37 @@ class RunLog:
         return " | ".join(parts) + " |"
 
 
-def open_records(path: str, append: bool) -> TextIO:
-    """Open a file for lines of JSON, and create its folder.
+class Records:
+    """A file of lines of JSON; an older one stays until the first line is on the disk."""
 
-    Raises:
-        UsageError: it cannot be written.
-    """
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "a" if append else "w", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--log-file {path} cannot be written: {error.strerror}") from error
+    def __init__(self, path: str, append: bool) -> None:
+        """Create the folder of the file.
+
+        Raises:
+            UsageError: it cannot be created.
+        """
+        self._path, self._append = Path(path), append
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write a line.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        line = json.dumps(record) + "\n"
+        if not self._append:
+            files.write_text(self._path, line)
+            self._append = True
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> UsageError:
+        return UsageError(f"--log-file {self._path} cannot be written: {error.strerror}")

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron_zb import schedules
+from megatron_zb import files, schedules
 from megatron_zb.cli.ending import ended
 from megatron_zb.drawing.pictures import save_picture
 from megatron_zb.errors import UsageError
@@ -429,7 +429,7 @@ def _write_summary(
         "schedules": {name: asdict(result) for name, result in results.items()},
         "sleeping_steps": {name: asdict(step) for name, step in steps.items()},
     }
-    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    files.write_text(path, json.dumps(summary, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ machine. The programs, the executor and the messages are those of a training.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -20,9 +19,11 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zb import schedules
+from megatron_zb.children import end_with_launcher
 from megatron_zb.cli.ending import ended
 from megatron_zb.parsing import Parser, positive, seconds
 from megatron_zb.schedules.slices import Slicing
+from megatron_zb_train.log import Records
 from megatron_zb_train.synthetic_steps import SyntheticSteps, join
 
 
@@ -33,19 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> None:
     args = _parser().parse_args(argv)
+    end_with_launcher()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     join(rank, ranks)
     forward, backward, weight = (time / 1000 for time in args.milliseconds)
     costs = schedules.Costs.uniform(
         pipeline_size=ranks, forward=forward, backward=backward, weight=weight
     )
+    records = Records(str(args.log_file), append=True)
     for name in args.schedules:
         sizes = {"pipeline_size": ranks, "num_microbatches": args.num_microbatches}
         schedule = schedules.build(name, **sizes, costs=costs, slices=args.slices)
         record = _timed(name, rank, schedule, args.repetitions, costs)
         if rank == 0:
-            with args.log_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            records.write(record)
     dist.destroy_process_group()
 
 

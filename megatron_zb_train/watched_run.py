@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_zb.children import ending_with_this
+
 Record = dict[str, Any]
 
 # A run that writes nothing for so long hangs; starting takes the longest.
@@ -54,6 +56,7 @@ def run(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
+            preexec_fn=ending_with_this(),
         )
         try:
             _watch(process, records, show, longest_silence)

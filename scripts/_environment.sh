@@ -9,6 +9,27 @@ fail() {
     exit 2
 }
 
+# check_words SWITCHES VALUED ARGUMENT...: ends with one sentence unless every argument is one of the switches, or one
+# of the valued options with its value. Both are lists of words; -k stands for -kTEXT, too.
+check_words() {
+    local switches valued word
+    switches=" ${1//$'\n'/ } " valued=" ${2//$'\n'/ } "
+    shift 2
+    while (($#)); do
+        word=${1%%=*}
+        if [[ $switches == *" $1 "* ]]; then
+            shift
+        elif [[ $valued == *" $word "* ]]; then
+            [[ $1 == *=* ]] || (($# > 1)) || fail "$1 needs a value, see --help"
+            if [[ $1 == *=* ]]; then shift; else shift 2; fi
+        elif [[ $1 == -[a-zA-Z]?* && ($valued == *" ${1:0:2} "* || $switches == *" ${1:0:2} "*) ]]; then
+            shift
+        else
+            fail "unknown argument '$1': --help lists what there is"
+        fi
+    done
+}
+
 # is_python COMMAND VERSION: COMMAND is a Python of that version which can make virtual environments.
 is_python() {
     "$1" -c "

@@ -62,6 +62,19 @@ read_options() {
     done
 }
 
+# check_words ROOT: ends with one sentence where a word of rest is a flag of which neither the checkout, nor any
+# Megatron-LM that is known here, nor this package has anything.
+check_words() {
+    local word name
+    for word in ${rest[@]+"${rest[@]}"}; do
+        [[ $word == --* ]] || continue
+        word=${word%%=*} name=${word#--}
+        grep -qsF -e "${name#no-}" -e "${name//-/_}" "$1/megatron_zb/megatron_lm/arguments.csv" "$1/megatron_zb/job/settings.py" \
+            || grep -qrsF --include=*.py -e "$name" -e "${name//-/_}" "$MEGATRON_LM_PATH" \
+            || fail "unknown argument '$word': the Megatron-LM in '$MEGATRON_LM_PATH' does not have it, nor does this package"
+    done
+}
+
 # check_variables ROOT: fills in defaults and ends with one sentence where something is missing.
 check_variables() {
     local root=$1 name
@@ -144,6 +157,7 @@ pretrain() {
     shift
     read_options "$@"
     check_variables "$root"
+    check_words "$root"
     local command
     training_command
     # Megatron-LM wants its kernels in the order in which they were launched.

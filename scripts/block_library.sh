@@ -4,6 +4,11 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+fail() {
+    printf '%s: error: %s\n' "$(basename "$0")" "$*" >&2
+    exit 2
+}
+
 usage() {
     cat <<'END'
 usage: [PYTHON=python3] scripts/block_library.sh [FOLDER]
@@ -19,9 +24,17 @@ A second run in the same FOLDER continues with what is missing there.
 END
 }
 
-case ${1:-} in -h | --help) usage; exit ;; esac
+for word in "$@"; do
+    case $word in
+        -h | --help) usage; exit ;;
+        -*) fail "unknown argument '$word': --help lists what there is" ;;
+    esac
+done
+(($# < 2)) || fail "give one FOLDER, not both '$1' and '$2'"
 python=${PYTHON:-python3} folder=${1:-runs/blocks} hidden=96
 export OMP_NUM_THREADS=1 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+
+"$python" -c 'import megatron_zb' >/dev/null 2>&1 || fail "$python cannot import megatron_zb: install it, or give PYTHON"
 
 on_ranks() { "$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m "$@"; }
 

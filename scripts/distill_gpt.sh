@@ -16,7 +16,11 @@ usage: [VARIABLE=VALUE ...] scripts/distill_gpt.sh [OPTION ...] [ARGUMENT ...]
 Trains the blocks of a student on what the blocks of a teacher read and say, and writes the stitched
 student as a checkpoint of Megatron. Run it on every host of the job; it prints the command that it runs.
 
-  TEACHER=checkpoints/teacher DATA_PATH=data/corpus_text scripts/distill_gpt.sh --dry-run
+  python scripts/prepare_text.py --max-bytes 4000000 --output-prefix runs/text
+  torchrun --nproc-per-node 2 -m megatron_zb.pretrain_gpt --cpu --pipeline-model-parallel-size 2 \
+      --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --data-path runs/text \
+      --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --save runs/teacher
+  TEACHER=runs/teacher DATA_PATH=runs/text GPUS_PER_NODE=2 TRAIN_ITERS=10 scripts/distill_gpt.sh --cpu
 
 what is trained:
   TEACHER             a torch_dist checkpoint of a GPT (needed)
@@ -84,23 +88,29 @@ check_variables() {
     "$PYTHON" -c 'import megatron_zb' >/dev/null 2>&1 || fail "$PYTHON cannot import megatron_zb: install it, or give PYTHON"
 }
 
-# distillation_command: sets command.
+# distillation_command: sets command, after its words are known to be understood.
 distillation_command() {
+    local words parse='import sys
+from megatron_zb.cli.ending import ended
+from megatron_zb_distill.flags import parser
+sys.exit(ended(sys.argv[1], lambda: parser().parse_args(sys.argv[2:]) and 0))'
+    words=(--teacher-load "$TEACHER" --student-config "$STUDENT")
+    if [[ -n $on_cpu ]]; then words+=(--cpu); else words+=(--bf16); fi
+    words+=(--data-path "$DATA_PATH" --split "99,1,0" --eval-iters 10)
+    words+=(--micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE")
+    words+=(--train-iters "$TRAIN_ITERS" --lr "$LR" --lr-decay-style cosine)
+    [[ -z ${DISTRIBUTION-} ]] || words+=(--distribution "$DISTRIBUTION")
+    [[ -z ${LOAD-} ]] || words+=(--load "$LOAD")
+    [[ -z ${SAVE-} ]] || words+=(--save "$SAVE" --save-interval 100)
+    words+=(--save-student "$SAVE_STUDENT" ${rest[@]+"${rest[@]}"})
+    "$PYTHON" -c "$parse" "$(basename "$0")" "${words[@]}" || exit 2
     command=("$PYTHON" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES")
     if ((NNODES == 1)); then
         command+=(--standalone)
     else
         command+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
     fi
-    command+=(-m megatron_zb.distill_gpt --teacher-load "$TEACHER" --student-config "$STUDENT")
-    if [[ -n $on_cpu ]]; then command+=(--cpu); else command+=(--bf16); fi
-    command+=(--data-path "$DATA_PATH" --split "99,1,0" --eval-iters 10)
-    command+=(--micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE")
-    command+=(--train-iters "$TRAIN_ITERS" --lr "$LR" --lr-decay-style cosine)
-    [[ -z ${DISTRIBUTION-} ]] || command+=(--distribution "$DISTRIBUTION")
-    [[ -z ${LOAD-} ]] || command+=(--load "$LOAD")
-    [[ -z ${SAVE-} ]] || command+=(--save "$SAVE" --save-interval 100)
-    command+=(--save-student "$SAVE_STUDENT" ${rest[@]+"${rest[@]}"})
+    command+=(-m megatron_zb.distill_gpt "${words[@]}")
 }
 
 read_options "$@"

@@ -36,6 +36,10 @@ while (($#)); do
     shift
 done
 
+check_words "-c --clean --dirty -s --strict --use-directory-urls --no-directory-urls -q --quiet -v --verbose -o --open
+    --livereload --no-livereload --watch-theme" "-f --config-file -t --theme -d --site-dir -a --dev-addr -w --watch" \
+    ${arguments[@]+"${arguments[@]}"}
+
 venv=.venv-docs constraints=constraints/docs.txt
 wanted=$(cksum <"$constraints")
 if [[ ! -f $venv/.installed || $(<"$venv/.installed") != "$wanted" ]]; then

@@ -10,11 +10,19 @@ from __future__ import annotations
 import json
 import sys
 
+from megatron_zb import files
+from megatron_zb.cli.ending import ended
 from megatron_zb.drawing.html_drawing import ORDER_SIZES, ORDERS_FILE, build_order, order_names
+from megatron_zb.parsing import Parser
 from megatron_zb.schedules.search import kernels
 
 
 def main() -> int:
+    return ended("make_orders.py", _run)
+
+
+def _run() -> int:
+    Parser(prog="make_orders.py", description=__doc__).parse_args()
     if not kernels.available():
         print("make_orders.py: without numba the search finds less: install it", file=sys.stderr)
         return 2
@@ -23,7 +31,7 @@ def main() -> int:
         for name in order_names():
             orders.append(json.dumps(build_order(name, p, m), separators=(",", ":")))
             print(f"{name}: {p} ranks, {m} microbatches", flush=True)
-    ORDERS_FILE.write_text("[\n" + ",\n".join(orders) + "\n]\n", encoding="utf-8")
+    files.write_text(ORDERS_FILE, "[\n" + ",\n".join(orders) + "\n]\n")
     print(ORDERS_FILE)
     return 0
 

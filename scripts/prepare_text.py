@@ -15,7 +15,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_zb.cli.ending import ended
 from megatron_zb.errors import UsageError
+from megatron_zb.parsing import Parser
 
 END_OF_DOCUMENT = 256  # after the 256 bytes
 DESCRIPTION = """\
@@ -35,20 +37,16 @@ Then train with  --data-path data/corpus_text
 
 def main() -> int:
     """Run the command; 0 when the data set is written, 2 when something is the user's to mend."""
-    try:
-        args = _arguments(sys.argv[1:])
-        files = _files(args)
-        _write(Path(args.output_prefix), files, args.max_bytes)
-    except UsageError as error:
-        print(f"prepare_text: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return ended("prepare_text", _run)
+
+
+def _run() -> None:
+    args = _arguments(sys.argv[1:])
+    _write(Path(args.output_prefix), _files(args), args.max_bytes)
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "input",
         nargs="*",

@@ -8,7 +8,7 @@ source scripts/_environment.sh
 
 usage() {
     cat <<'END'
-usage: scripts/quickstart.sh [--python VERSION] [ARGUMENT ...]
+usage: scripts/quickstart.sh [--python VERSION] [--output DIR] [--train-iters N]
 
 Trains a small GPT over 4 pipeline ranks on the CPU, first with upstream Megatron and then with v-half,
 v-min, v-zb and zb-h1, and compares losses, gradient norms and activation memory. Needs no GPU.
@@ -25,9 +25,9 @@ Pictures of the schedules, logs and summary.json are written to runs/quickstart.
 
 options:
   --python VERSION   3.11 or 3.12; without it, the first of them that is on this machine
+  --output DIR       where pictures, logs and summary.json go (default runs/quickstart)
+  --train-iters N    iterations of each run (default 36)
   -h, --help         this text
-
-Everything else goes to python -m megatron_zb.cli.quickstart, for example --train-iters 100.
 
 Ends with exit status 0 only when each schedule had the losses of upstream Megatron, bit for bit, and
 its gradient norms but for rounding, when v-half and v-min held the memory that they promise, and
@@ -45,6 +45,7 @@ while (($#)); do
     esac
     shift
 done
+check_words "" "--output --train-iters" ${arguments[@]+"${arguments[@]}"}
 if [[ -z ${version+given} ]]; then version=$(choose_python); fi
 [[ -n $version ]] || fail "--python needs a version, for example 3.12"
 

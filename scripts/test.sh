@@ -98,6 +98,33 @@ choose_megatron() {
     version=3.${pins%.txt}
 }
 
+# What pytest takes, with the options of its plugins and of tests/conftest.py.
+readonly SWITCHES="-x -q -qq -v -vv -s -l -h --full --exitfirst --quiet --verbose --collect-only --co --lf --last-failed
+    --ff --failed-first --nf --new-first --sw --stepwise --sw-skip --pdb --trace --showlocals --setup-plan --setup-show
+    --fixtures --markers --cache-clear --no-header --no-summary --strict-markers --strict-config --full-trace"
+readonly VALUED="-k -m -n -p -o -r -c -W --maxfail --tb --durations --durations-min --deselect --ignore --ignore-glob
+    --capture --show-capture --color --basetemp --rootdir --confcutdir --import-mode --junitxml --junit-xml --log-level
+    --log-cli-level --log-file --override-ini --pythonwarnings --cache-show --dist --numprocesses --maxprocesses --timeout"
+
+# check_arguments ARGUMENT...: ends with one sentence unless pytest takes every argument: an option, or a test that exists.
+check_arguments() {
+    local options=() word
+    while (($#)); do
+        word=${1%%=*}
+        if [[ $1 == -* ]]; then
+            options+=("$1")
+            if [[ " $VALUED " == *[[:space:]]"$word"[[:space:]]* && $1 != *=* ]] && (($# > 1)); then
+                options+=("$2")
+                shift
+            fi
+        else
+            [[ -e ${1%%::*} ]] || fail "unknown argument '$1': it is no test file, see --help"
+        fi
+        shift
+    done
+    check_words "$SWITCHES" "$VALUED" ${options[@]+"${options[@]}"}
+}
+
 core=
 checks=yes
 draw=$(git rev-parse HEAD 2>/dev/null || echo 0)
@@ -124,6 +151,7 @@ while (($#)); do
     shift
 done
 
+check_arguments ${arguments[@]+"${arguments[@]}"}
 if [[ -n ${megatron+given} ]]; then
     [[ -z ${version+given} ]] || fail "give --megatron or --python, not both: each series has its Python"
     choose_megatron "$megatron"

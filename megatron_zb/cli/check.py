@@ -77,11 +77,16 @@ def run(arguments: argparse.Namespace) -> int:
     """
     import warnings
 
-    with report_if_slow("checking the arguments"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Megatron's, about what a GPU would need
-            from megatron_zb.megatron_lm import checking
+    from megatron_zb.megatron_lm import checking
 
+    if not arguments.words:
+        raise UsageError(
+            "the arguments of a training are missing: give them after --, with "
+            "--pipeline-schedule among them, such as -- --pipeline-schedule v-half "
+            "--pipeline-model-parallel-size 4"
+        )
+    with report_if_slow("checking the arguments"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Megatron's, about what a GPU would need
         root = _megatron_lm(arguments)
         version, of = _version(arguments.megatron_version, root)
         args = checking.parse(arguments.words, version, arguments.gpus)

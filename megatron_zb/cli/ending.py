@@ -2,65 +2,116 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from threading import Event, Thread
+from threading import Event, Thread, current_thread, main_thread
+from types import FrameType
+from typing import NoReturn, TextIO
 
+from megatron_zb.cli import streams
 from megatron_zb.errors import UsageError, explain_missing_package
 
 WRONG = 2
 INTERRUPTED = 130  # the exit status of shells for a program that Ctrl-C has ended
+TERMINATED = 143  # and for one that SIGTERM has ended
 _NOBODY_READS = 1  # what Python's documentation and rich end with
 PATIENCE = 2.0  # seconds until a slow step is reported
 _EVERY = 5.0  # seconds between its further lines
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: the command ends what it has started, as after Ctrl-C."""
+
+
 def ended(program: str, command: Callable[[], int | None]) -> int:
     """Run a command and return its exit code.
 
-    The code is the command's own (0 for None), 2 after a UsageError, 130 after Ctrl-C and 1,
-    without a word, where nobody reads the output any more.
+    The code is the command's own (0 for None), 2 after a UsageError, 130 after Ctrl-C, 143 after
+    SIGTERM, and 1, without a word, where nobody reads the output any more.
 
     Args:
         program: the name that errors begin with.
         command: function to run.
     """
+    streams.prepare()
     try:
-        try:
-            with explain_missing_package():
-                return command() or 0
-        except UsageError as error:
-            print(f"{program}: error: {error}", file=sys.stderr)
-            return WRONG
-        except KeyboardInterrupt:
-            print(f"{program}: interrupted", file=sys.stderr)
-            return INTERRUPTED
-        finally:
-            sys.stdout.flush()
+        with _interruptible():
+            return _code_of(program, command)
     except BrokenPipeError:
-        _write_no_more()
+        _write_no_more(sys.stdout)
         return _NOBODY_READS
     except OSError as error:
-        _write_no_more()
-        print(f"{program}: error: {_describe(error)}", file=sys.stderr)
+        _write_no_more(sys.stdout)
+        _say(f"{program}: error: {_describe(error)}")
         return WRONG
+    finally:
+        try:
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            _write_no_more(sys.stderr)
+
+
+def _code_of(program: str, command: Callable[[], int | None]) -> int:
+    try:
+        with explain_missing_package():
+            return command() or 0
+    except UsageError as error:
+        _say(f"{program}: error: {error}")
+        return WRONG
+    except KeyboardInterrupt as error:
+        terminated = isinstance(error, _Terminated)
+        _say(f"{program}: {'terminated' if terminated else 'interrupted'}")
+        return TERMINATED if terminated else INTERRUPTED
+    finally:
+        sys.stdout.flush()
+
+
+def _say(line: str) -> None:
+    """Print a line on standard error, if it can be written."""
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGINT and SIGTERM, where they would end the process at once."""
+    if current_thread() is not main_thread() or "TORCHELASTIC_RUN_ID" in os.environ:
+        yield  # a rank, which may wait for another, is ended at once
+        return
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _terminate}
+    replaced = [number for number in handlers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in replaced:
+        signal.signal(number, handlers[number])
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_DFL)  # a second one is not waited for
+    raise _Terminated
 
 
 def _describe(error: OSError) -> str:
     """Describe a failure to write the output, such as a full disk, or to use a file."""
     reason = error.strerror or str(error)
     if error.filename is None:
-        return f"the output cannot be written: {reason}"
+        closed = error.errno == errno.EBADF
+        return f"the output cannot be written: {'it is closed' if closed else reason}"
     return f"'{error.filename}' cannot be used: {reason}"
 
 
-def _write_no_more() -> None:
-    """Redirect standard output to the null device, for the interpreter's flush at its end."""
-    with suppress(OSError, ValueError):  # a stream that stands for the output has no number
-        number = sys.stdout.fileno()
+def _write_no_more(stream: TextIO) -> None:
+    """Redirect a standard stream to the null device, for the interpreter's flush at its end."""
+    with suppress(OSError, ValueError):  # a stream that stands for it has no number
+        number = stream.fileno()
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, number)
         os.close(nothing)

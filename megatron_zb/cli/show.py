@@ -274,7 +274,7 @@ def export(arguments: argparse.Namespace) -> None:
     if path == _STDOUT:
         sys.stdout.write(text)
         return
-    interchange.write_text(path, text)
+    files.write_text(path, text)
     print(path)
 
 
@@ -292,7 +292,7 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
         table = _table(arguments)
         kinds = {p.kind for rank in table.ranks for p in rank}
         _check_costs_of_table(arguments, kinds)
-        _check_drawn(table.name, table.placement.pipeline_size, table.num_microbatches, most)
+        _check_table_drawn(table, most)
         costs = _costs(arguments, table.placement.pipeline_size, lookups=PassKind.E in kinds)
         return schedules.simulate(table, costs)
     if arguments.name is None:
@@ -303,26 +303,47 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
         extension.check(arguments)
     ranks, microbatches = arguments.pipeline_size, arguments.num_microbatches
     slices = 1 if arguments.slices is None else arguments.slices.slices
-    _check_drawn(arguments.name, ranks, microbatches * slices, most)
+    _check_drawn(arguments.name, ranks, microbatches * slices, slices, most)
     with report_if_slow(
         f"putting the passes of {microbatches} microbatches on {ranks} ranks in order"
     ):
         return _built(arguments)
 
 
-def _check_drawn(name: str, ranks: int, microbatches: int, most: int | None) -> None:
+def _check_drawn(name: str, ranks: int, microbatches: int, slices: int, most: int | None) -> None:
     """Reject a drawing with more than ``most`` ranks times microbatches, too large to look at."""
     if most is not None and ranks * microbatches > most:
         raise UsageError(
-            f"{name}: {microbatches} microbatches on {ranks} ranks are too many to be drawn: their "
-            f"product can be at most {most}; a schedule repeats itself between its beginning and "
-            f"its end, so that --num-microbatches {_enough(ranks, most)} shows as much"
+            f"{_too_many(name, ranks, microbatches, most)}; a schedule repeats itself between its "
+            f"beginning and its end, so that {_enough(ranks, slices, most)} shows as much"
         )
 
 
-def _enough(ranks: int, most: int) -> int:
-    """Return the number of microbatches that fill a pipeline, keep it full, and drain it."""
-    return max(min(4 * ranks, most // ranks), 1)
+def _check_table_drawn(table: schedules.Schedule, most: int | None) -> None:
+    """Reject the drawing of a table like :func:`_check_drawn`; no flag makes a table smaller."""
+    ranks, microbatches = table.placement.pipeline_size, table.num_microbatches
+    if most is not None and ranks * microbatches > most:
+        raise UsageError(
+            f"{_too_many(table.name, ranks, microbatches, most)}; megatron-zb export --csv FILE "
+            "--format chrome-trace --output FILE.json writes it for Perfetto"
+        )
+
+
+def _too_many(name: str, ranks: int, microbatches: int, most: int) -> str:
+    return (
+        f"{name}: {microbatches} microbatches on {ranks} ranks are too many to be drawn: their "
+        f"product can be at most {most}"
+    )
+
+
+def _enough(ranks: int, slices: int, most: int) -> str:
+    """Return flags of a drawing in which a pipeline is filled, stays full, and is drained."""
+    if 4 * ranks * ranks * slices <= most:
+        return f"--num-microbatches {4 * ranks}"
+    smaller = 2
+    while 4 * (2 * smaller) ** 2 * slices <= most:
+        smaller *= 2
+    return f"--pipeline-size {smaller} --num-microbatches {4 * smaller}"
 
 
 def _built(arguments: argparse.Namespace) -> schedules.Timeline:

@@ -79,7 +79,7 @@ def _write_json(found: ComparedStep, path: Path, profile: Path) -> None:
     from megatron_zb.schedules import interchange
 
     both = {"measured": found.measured, "predicted": found.predicted}
-    interchange.write_text(path, interchange.to_chrome_trace(both))
+    files.write_text(path, interchange.to_chrome_trace(both))
 
 
 _WRITERS: dict[str, Callable[[ComparedStep, Path, Path], None]] = {

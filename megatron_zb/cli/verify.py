@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_zb.children import ending_with_this
 from megatron_zb.cli.ending import report_if_slow
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import positive, values_of_flags
@@ -226,7 +227,12 @@ def _output(words: list[str], folder: Path, name: str) -> str:
     with log.open("wb") as file, report_if_slow(f"training for '{name}'"):
         try:
             ended = subprocess.run(
-                words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=False
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                check=False,
+                preexec_fn=ending_with_this(),
             )
         except OSError as error:
             raise UsageError(f"'{words[0]}' cannot be started: {error.strerror}") from None

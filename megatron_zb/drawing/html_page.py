@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_zb import __version__
+from megatron_zb import __version__, files
 from megatron_zb.drawing import html_drawing
 from megatron_zb.drawing.chart import (
     COST_UNIT,
@@ -82,11 +82,7 @@ def write(path: Path, template: Path, context: dict[str, Any], *, of_job: bool =
             version=__version__,
         )
     )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror}") from error
+    files.write_text(path, text)
 
 
 def _environment(folder: Path = PARTS) -> Environment:

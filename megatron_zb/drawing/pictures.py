@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_zb import files
 from megatron_zb.drawing.chart import (
     COPY_COLOURS,
     COST_UNIT,
@@ -80,11 +81,8 @@ def _save(make: Callable[[], Figure], path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"cannot draw into '{path}': give a name that ends in .png or .svg")
     figure = make()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DOTS_PER_INCH)
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror}") from error
+    kind = path.suffix[1:].lower()
+    files.replace(path, lambda new: figure.savefig(new, dpi=DOTS_PER_INCH, format=kind))
 
 
 def draw(timeline: Timeline, unit: TimeUnit = COST_UNIT) -> Figure:

@@ -8,13 +8,14 @@ script of Megatron-LM also takes the arguments of an older zero-bubble code.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from megatron_zb.errors import UsageError
-from megatron_zb.parsing import flag_of
+from megatron_zb.parsing import describe, flag_of, values_of_flags
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Family
 from megatron_zb.schedules.placement import Placement, looped, wave
@@ -44,9 +45,17 @@ def _setting(default: Any = None, *, example: str | None = "v-half", **argument:
 
 _ANY_SCHEDULE = f"the schedule: {', '.join(catalog.names())}"
 _WHERE_FASTER = (
-    ": wherever that is faster under the memory limit (auto), or nowhere (off, the default). "
+    ": wherever that is faster under the memory limit (auto or on), or nowhere (off, the default). "
     "Losses stay the same to the last bit"
 )
+
+
+def permission(text: str) -> str:
+    """Parse whether a schedule may do something: ``on`` is ``auto``, since it need not."""
+    return "auto" if text == "on" else text
+
+
+PERMISSIONS = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +173,14 @@ class ScheduleSettings:
         "every schedule. Checkpoints serve both",
     )
     pipeline_recompute: str | None = _setting(
-        choices=("auto", "off"),
+        type=permission,
+        choices=PERMISSIONS,
         help="whether activations may be recomputed by a pass of the schedule before "
         f"their backward, and only their input kept{_WHERE_FASTER}",
     )
     pipeline_offload: str | None = _setting(
-        choices=("auto", "off"),
+        type=permission,
+        choices=PERMISSIONS,
         help="whether activations may be offloaded after a forward, and reloaded before their "
         f"backward, while other passes run{_WHERE_FASTER}",
     )
@@ -272,7 +283,7 @@ def parsed(name: str, value: Any, choices: tuple[str | None, ...] | None = None)
     if "choices" in argument and value not in allowed:
         words = " or ".join(each for each in allowed if each is not None)
         raise UsageError(f"{name} is '{value}': give {words}")
-    return value
+    return permission(value) if argument.get("type") == permission else value
 
 
 _RECOMPUTE_AND_OFFLOAD = ("pipeline_recompute", "pipeline_offload", "pipeline_host_limit")
@@ -448,9 +459,30 @@ def chosen_flag(args: argparse.Namespace) -> str | None:
 
 
 def chosen_flag_in(arguments: Sequence[str]) -> str | None:
-    """Return :func:`choice` of a command line that Megatron-LM does not parse."""
+    """Return :func:`chosen_flag` of a command line that Megatron-LM does not parse.
+
+    Raises:
+        UsageError: a flag of this package is mistyped.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+
+    def fail(message: str) -> NoReturn:
+        raise UsageError(describe(parser, message))
+
+    parser.error = fail  # type: ignore[method-assign]
     return chosen_flag(add_megatron_lm_arguments(parser).parse_known_args(arguments)[0])
+
+
+def mistake(parser: argparse.ArgumentParser, message: str) -> UsageError | None:
+    """Return the error for what argparse says of a flag of this package, None for another.
+
+    Flags that begin with ``--pipeline-`` count as those of this package, Megatron-LM's own, too.
+    """
+    own = values_of_flags(add_megatron_lm_arguments(argparse.ArgumentParser(add_help=False)))
+    for word in re.findall(r"--[\w-]+", message.partition("(choose from")[0]):
+        if word in own or word.startswith("--pipeline-"):
+            return UsageError(describe(parser, message))
+    return None
 
 
 def translate_older(args: argparse.Namespace) -> list[str]:

@@ -13,12 +13,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import tempfile
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,20 +145,7 @@ class Cache:
             UsageError: the file cannot be written.
         """
         kept = {"asked": _asked(name, request), "schedule": pack(schedule)}
-        unfinished = None
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            handle, unfinished = tempfile.mkstemp(dir=self._folder, suffix=".unfinished")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(kept, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, self.path(name, request))
-        except OSError as error:
-            if unfinished is not None:
-                with suppress(OSError):
-                    os.unlink(unfinished)
-            raise UsageError(f"cannot write into {self._folder}: {error.strerror}") from error
+        files.write_text(self.path(name, request), json.dumps(kept))
 
 
 def _asked(name: str, request: dict[str, Any]) -> dict[str, Any]:

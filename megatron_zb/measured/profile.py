@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import Field, model_validator
 
+from megatron_zb import files
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.measured.config import Section
@@ -488,11 +489,7 @@ def write_profile(profile: Profile, path: Path) -> None:
         last = profile.pipeline_size - 1
         note = f"ranks are those of the schedule: rank r is pipeline rank {last} - r of Megatron"
         text = f"# {note}\n{text}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write the profile '{path}': {error.strerror}") from error
+    files.write_text(path, text)
 
 
 def _numbers(placement: Placement) -> list[int]:

@@ -59,11 +59,7 @@ def write_trace(trace: Trace, profile: Path) -> None:
     Raises:
         UsageError: it cannot be written.
     """
-    path = trace_path(profile)
-    try:
-        path.write_text(trace.model_dump_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write the trace '{path}': {error.strerror}") from error
+    files.write_text(trace_path(profile), trace.model_dump_json() + "\n")
 
 
 def read_trace(path: Path) -> Trace:

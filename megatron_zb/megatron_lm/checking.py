@@ -1,4 +1,7 @@
-"""Check of a run's arguments before it starts: what is refused, and what has never been seen."""
+"""Check of a run's arguments before it starts: what is refused, and what has never been seen.
+
+Megatron is imported, which takes seconds, once the arguments are known to be well formed.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from megatron_zb.errors import Refusal, UsageError
 from megatron_zb.job import settings
 from megatron_zb.job.settings import choice_of
 from megatron_zb.megatron_core import refusals
-from megatron_zb.megatron_lm import argument_table, own_process, stored_placement
-from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, asked_of
+from megatron_zb.megatron_lm import argument_table, own_process
 from megatron_zb.megatron_lm.argument_table import Judgement, Verdict
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Build
@@ -54,7 +56,7 @@ def parse(words: Sequence[str], version: str, gpus: int | None = None) -> argpar
     ``gpus`` is the number of ranks, without it those of one replica of the model.
 
     Raises:
-        UsageError: an argument is not known in that version, or is wrong.
+        UsageError: an argument or the schedule is not known in that version, or is wrong.
     """
     args = _parser(version).parse_args(list(words))
     ranks = (
@@ -66,6 +68,8 @@ def parse(words: Sequence[str], version: str, gpus: int | None = None) -> argpar
     settings.translate_older(args)
     if settings.chosen_flag(args) is None:
         raise UsageError("no schedule is chosen: add --pipeline-schedule, such as v-half")
+    if args.pipeline_schedule is not None:
+        catalog.family(args.pipeline_schedule)
     return args
 
 
@@ -99,6 +103,8 @@ def check(
     Raises:
         UsageError: the schedule does not exist, or its placement has not enough sizes.
     """
+    from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, asked_of
+
     choice = choice_of(args)
     found = [*refusals.refusals(asked_of(args, _series(version)))]
     found += _stored_refusals(args, choice)
@@ -114,6 +120,8 @@ def check(
 
 def _stored_refusals(args: argparse.Namespace, choice: str) -> Iterator[Refusal]:
     """Yield what is wrong with the checkpoint to load, where this machine has it."""
+    from megatron_zb.megatron_lm import stored_placement
+
     try:
         path = stored_placement.latest(args)
         if path is not None:

@@ -20,7 +20,7 @@ from functools import partial
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_zb.errors import UsageError, end_with
 from megatron_zb.job import data_contents, settings
@@ -494,6 +494,7 @@ class _Hooks:
         parser = original(parser)
         self._new = argument_table.new_arguments(parser)
         settings.add_megatron_lm_arguments(parser)
+        parser.error = partial(_end_for_mistake, parser, parser.error)
         self._flags = frozenset(parser._option_string_actions)
         return parser
 
@@ -617,6 +618,19 @@ def _load_yaml(original: Any, path: str) -> Any:
         for refusal in refusals.refusals(asked):
             end_with(refusal.error, int(os.environ.get("RANK", "0")))
     return loaded
+
+
+def _end_for_mistake(
+    parser: argparse.ArgumentParser, original: Callable[[str], NoReturn], message: str
+) -> NoReturn:
+    """End the job with one sentence for a mistyped flag of a schedule.
+
+    Argparse would print hundreds of lines on each rank.
+    """
+    mistake = settings.mistake(parser, message)
+    if mistake is None:
+        original(message)
+    end_with(mistake, int(os.environ.get("RANK", "0")))
 
 
 def _say(text: str, rank: int) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_zb.children import ending_with_this
 from megatron_zb.errors import UsageError
 
 _FILE = Path("megatron/training/arguments.py")
@@ -143,6 +144,7 @@ def run_apart(
         input=given,
         capture_output=True,
         text=True,
+        preexec_fn=ending_with_this(),
     )
 
 

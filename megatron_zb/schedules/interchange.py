@@ -109,20 +109,7 @@ def write_csv(schedule: Schedule, path: Path) -> None:
     Raises:
         UsageError: the file cannot be written, or see :func:`to_csv`.
     """
-    write_text(path, to_csv(schedule))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, in a new folder if need be.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror}") from error
+    files.write_text(path, to_csv(schedule))
 
 
 def from_csv(

@@ -702,6 +702,18 @@ def test_modules(words: str, piece: str, folder: Path, capsys: pytest.CaptureFix
 SCRIPTS = """
 quickstart.sh --python | --python needs a version, for example 3.12
 quickstart.sh --python 2.7 | there is no constraints/py27.txt
+quickstart.sh --bogus | unknown argument '--bogus': --help lists what there is
+quickstart.sh runs | unknown argument 'runs': --help lists what there is
+quickstart.sh --train-iters | --train-iters needs a value, see --help
+docs.sh --srict | unknown argument '--srict': --help lists what there is
+mutate.sh --drow 3 | unknown argument '--drow': --help lists what there is
+block_library.sh --bogus | unknown argument '--bogus': --help lists what there is
+block_library.sh one two | give one FOLDER, not both 'one' and 'two'
+PYTHON=nowhere block_library.sh x | nowhere cannot import megatron_zb: install it, or give PYTHON
+test.sh --quik | unknown argument '--quik': --help lists what there is
+test.sh tests/nothing.py | unknown argument 'tests/nothing.py': it is no test file
+test.sh -k name --bogus=3 | unknown argument '--bogus=3'
+gpu_check.sh --bogus | --bogus is not an option of this script
 test.sh --python | --python needs a version, for example 3.12
 test.sh --python=4.0 | those are the files in constraints/
 test.sh --megatron | --megatron needs a series that there is a patch for

@@ -358,6 +358,34 @@ def test_the_script_writes_a_command_that_is_understood(teacher: Path, corpus: s
     assert _script("--help").stdout.startswith("usage: ")
 
 
+def test_the_script_refuses_words_of_which_the_command_knows_nothing(
+    teacher: Path, corpus: str
+) -> None:
+    for word, sentence in (
+        ("--los", "unknown argument '--los': did you mean --loss?"),
+        ("--loss=x", "--loss 'x' is unknown: give one of "),
+    ):
+        said = _script("--cpu", word, TEACHER=str(teacher), DATA_PATH=corpus)
+        assert (said.returncode, said.stdout) == (2, "")
+        assert said.stderr.startswith(f"distill_gpt.sh: error: {sentence}")
+        assert said.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_example_of_the_script_runs(tmp_path: Path) -> None:
+    """In a folder of its own, with the commands that --help prints."""
+    example = _script("--help").stdout.partition("command that it runs.\n")[2]
+    example = example.partition("what is trained:")[0]
+    for name in ("scripts", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = ["bash", "-euo", "pipefail", "-c", example]
+    done = subprocess.run(script, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "student" / "latest_checkpointed_iteration.txt").is_file()
+
+
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [

@@ -105,8 +105,11 @@ def test_a_trace_has_every_pass(tmp_path: Path) -> None:
             ["v-half", *SIZES[1:], "--run-ahead", "2"],
             "--run-ahead: only pipe-bd takes it, not v-half",
         ),
-        ([*SIZES, "--teacher", "1", "2", "--blocks", "3"], "times of [2] blocks are given for 3"),
-        ([*SIZES, "--teacher", "1", "2", "--student", "1", "2", "3"], "times of [2, 3] blocks"),
+        ([*SIZES, "--teacher", "1", "2", "--blocks", "3"], "--teacher has 2 times for 3 blocks"),
+        (
+            [*SIZES, "--teacher", "1", "2", "--student", "1", "2", "3"],
+            "--teacher has 2 times for 3 blocks",
+        ),
         ([*SIZES, "--distribution", "0-3:5"], "has 4 blocks on 5 ranks: there are 4 blocks and 4"),
         ([*SIZES, "--distribution", "0:3,1-3:1"], "4 microbatches per step cannot be dealt out"),
         ([*SIZES, "--steps", "0"], "0 steps were asked for"),

@@ -14,6 +14,8 @@ from real_megatron_lm.runs import MODEL, PIPELINE, pretrain
     [
         ("--pipeline-schedule v-haf", ["unknown pipeline schedule 'v-haf'", "v-half"]),
         ("--pipeline-memory-limit 0.5", ["needs --pipeline-schedule"]),
+        ("--pipeline-offload onn", ["--pipeline-offload 'onn' is unknown", "did you mean on?"]),
+        ("--pipeline-ofload on", ["unknown argument '--pipeline-ofload'", "--pipeline-offload?"]),
         (
             "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm",
             ["--overlap-moe-expert-parallel-comm", "experts of one rank have no all-to-all"],
@@ -50,6 +52,7 @@ def test_one_sentence_says_what_is_wrong(
     run = pretrain(checkout, MODEL, PIPELINE, flags.format(folder=tmp_path))
     assert run.code != 0
     assert run.error.count("\n") == 0
+    assert run.output.count("megatron_zb: error: ") == 1
     for part in parts:
         assert part in run.error
     assert "Traceback" not in run.output.split("torch/distributed/elastic")[0]

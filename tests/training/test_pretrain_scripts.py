@@ -179,3 +179,14 @@ def test_shell_scripts_are_clean() -> None:
     checker = Path(sys.executable).with_name("shellcheck")
     done = subprocess.run([checker, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_flag_that_nobody_has_is_refused(checkout: Path) -> None:
+    """Arguments of a changed checkout, and abbreviations, go to Megatron-LM."""
+    given = {"MEGATRON_LM_PATH": str(checkout), "DATA_PATH": "mock"}
+    done = start("pretrain_gpt", "--dry-run", "--sed", "7", "--seeed=7", variables=given)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("pretrain_gpt.sh: error: unknown argument '--seeed': ")
+    (checkout / "megatron" / "own.py").write_text("group.add_argument('--our-own-seeed')")
+    words = planned("pretrain_gpt", checkout, "--our-own-seeed", "7", "--pipeline-verify")
+    assert words[-3:] == ["--our-own-seeed", "7", "--pipeline-verify"]
