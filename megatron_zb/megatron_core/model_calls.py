@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_zb.errors import UsageError
 
 _READ_ONLY = frozenset({"device", "dtype", "is_cuda", "layout", "ndim", "requires_grad", "shape"})
+_UNCHANGED = frozenset({"contiguous", "float"})
+"""Functions that leave the losses of tokens as they are: in float32, one behind the other."""
 _SIZES = frozenset({"dim", "element_size", "is_floating_point", "numel", "size"})
 
 
@@ -50,6 +52,8 @@ class UnfinishedOutput(torch.Tensor):
         name = func.__name__
         if name == "__get__":
             name = func.__self__.__name__
+        if name in _UNCHANGED and len(args) == 1 and not kwargs:
+            return args[0]
         if name not in _READ_ONLY | _SIZES:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, cls):

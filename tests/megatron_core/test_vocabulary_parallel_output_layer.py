@@ -402,5 +402,26 @@ def test_a_loss_in_the_forward_step_is_refused(ranks: RankPools) -> None:
         ranks(2).run(run_with_mean, case=GPTCase())
 
 
+def contiguous_in_step(data: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+    output, loss = gpt_cases._forward_step(data, model)
+    return output.contiguous().float(), loss
+
+
+def losses_of_step(step: Any) -> list[float]:
+    case = GPTCase(vocabulary=True)
+    with gpt_cases.built(case, "zb-h1", 4) as (adapter, chunks):
+        assert adapter is not None
+        data = [gpt_cases.microbatches(case, 4) for _ in chunks]
+        function = adapter.forward_backward_func
+        records = gpt_cases.forward_backward(function, chunks, data, 4, step=step)
+        return [float(record["lm loss"]) for record in records]
+
+
+def test_a_forward_step_may_return_the_losses_in_float32(ranks: RankPools) -> None:
+    usual = ranks(2).run(losses_of_step, step=None)
+    assert any(usual)
+    assert ranks(2).run(losses_of_step, step=contiguous_in_step) == usual
+
+
 def late(change: str) -> GPTCase:
     return GPTCase(vocabulary=True, late_changes=(change,))
