@@ -97,8 +97,8 @@ def _held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number in held:
             signal.signal(number, handlers[number])
-    for number in came[:1]:
-        signal.raise_signal(number)
+    for first in came[:1]:
+        signal.raise_signal(first)
 
 
 def _begin(parent: int) -> None:
