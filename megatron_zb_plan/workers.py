@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -81,11 +82,23 @@ def _held_back() -> Iterator[None]:
 
     Ctrl-C goes to all processes of a terminal's job; this one ends the others.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []  # another thread, which does not block it, may meet a signal
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    held = [number for number in _SIGNALS if callable(handlers[number])]
+    for number in held:
+        signal.signal(number, lambda number, frame: came.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in held:
+            signal.signal(number, handlers[number])
+    for first in came[:1]:
+        signal.raise_signal(first)
 
 
 def _begin(parent: int) -> None:

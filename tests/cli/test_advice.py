@@ -16,11 +16,11 @@ from megatron_zb_distill import cli as distillation
 # A command line that is refused, what of the answer is advice, and what then replaces which words:
 # flags of the command line get the values that the advice gives them, other flags are added.
 REFUSED = [
-    ("show zb-h1 -p 100000 -m 8", r"--pipeline-size \d+ --num-microbatches \d+"),
+    ("show 1f1b -p 100000 -m 8", r"--pipeline-size \d+ --num-microbatches \d+"),
     ("show 1f1b -p 150 -m 4000 -o x.png", r"--pipeline-size \d+ --num-microbatches \d+"),
-    ("show zb-h1 -p 64 -m 4000", r"--num-microbatches \d+"),
+    ("show 1f1b -p 16 -m 4000", r"--num-microbatches \d+"),
     ("show zb-h1 -p 4 -m 9000 --slices 8 -o x.png", r"--num-microbatches \d+"),
-    ("show pipe-bd -p 100000 -m 8", r"--pipeline-size \d+ --num-microbatches \d+"),
+    ("show pipe-bd -p 100000 -m 8 --blocks 4", r"--pipeline-size \d+ --num-microbatches \d+"),
     ("show pipe-bd -p 65 -m 8", r"--blocks \d+"),
     ("show pipe-bd -p 4 -m 8 --blocks 65", r"--blocks \d+"),
     ("show pipe-bd -p 4 -m 8 --teacher 0 --student 0", r"--teacher \d+"),

@@ -14,7 +14,7 @@ CHOSEN = [
     ("picture", "full disk"),
     ("plan", "SIGTERM after 2.5 s"),
     ("trace", "terminal of 0 columns"),
-    ("trace json", "SIGINT after 0.1 s"),
+    ("trace json", "SIGTERM after 1.0 s"),
 ]
 """Each has been seen to fail."""
 
