@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -385,7 +386,8 @@ class _Progress:
             self._bar.update(self._task, description=text, completed=done, total=of)
         elif is_due and text:
             self._next = time.monotonic() + self.EVERY
-            print(f"plan: looking at {text} ({done + 1} of {of})", file=sys.stderr, flush=True)
+            with suppress(OSError, ValueError):  # nobody reads it
+                print(f"plan: looking at {text} ({done + 1} of {of})", file=sys.stderr, flush=True)
 
 
 # --- flags
