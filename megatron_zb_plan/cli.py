@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -388,7 +389,8 @@ class _Progress:
         elif is_due and text:
             self._next = time.monotonic() + self.EVERY
             place = f"{min(done + 1, of)} of {of}"
-            print(f"plan: looking at {text} ({place})", file=sys.stderr, flush=True)
+            with suppress(OSError, ValueError):  # nobody reads it
+                print(f"plan: looking at {text} ({place})", file=sys.stderr, flush=True)
 
 
 # --- flags

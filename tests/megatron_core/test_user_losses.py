@@ -50,7 +50,7 @@ EVERY = [*LOSSES, *METRICS, *OTHER_STEPS]
 _TOKENS = "gradient of each slice as that of a mean over the tokens of loss_mask"
 _HOOK = "the loss depends on the model by more than its output"
 REFUSED: dict[tuple[str, str], str] = {
-    ("output changed behind the model", "vocabulary"): "forward step changes the output",
+    ("output changed behind the model", "vocabulary"): "forward step uses the output of the model",
     ("cross entropy of logits", "vocabulary"): "called without labels",
     ("cross entropy of logits", "slices and vocabulary"): "called without labels",
     ("hidden states", "slices"): _HOOK,
