@@ -75,7 +75,7 @@ class ForwardState:
             record += filter(_is_recorded, map(_saved, self.places))
             yield record
             return
-        before = _Before(self._walked())
+        before = _StateBefore(self._walked())
         with ExitStack() as watches:
             for place in self.places:
                 if place.may_be_scratch:
@@ -88,7 +88,7 @@ class ForwardState:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo all changes that the forwards and backwards inside make to the state."""
-        before = _Before(self._walked())
+        before = _StateBefore(self._walked())
         yield
         for saved in self._learned(before):
             if not saved.is_gone:  # what a forward has set in its place is no state either
@@ -106,7 +106,7 @@ class ForwardState:
             for saved in now:
                 saved.put_back()
 
-    def _learned(self, before: _Before) -> list[Saved]:
+    def _learned(self, before: _StateBefore) -> list[Saved]:
         """Add the places that have changed since; return the values of then of all places."""
         before.add_made(self._walked())
         for key, saved in before.values.items():
@@ -128,7 +128,7 @@ class ForwardState:
         return walk
 
 
-class _Before:
+class _StateBefore:
     """The values of all places before a forward, by their keys."""
 
     def __init__(self, walk: _Walk) -> None:

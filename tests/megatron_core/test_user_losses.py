@@ -48,9 +48,11 @@ NAMES = ("zb-h1", "v-half", "v-zb", "interleaved")
 EVERY = [*LOSSES, *METRICS, *OTHER_STEPS]
 
 _TOKENS = "gradient of each slice as that of a mean over the tokens of loss_mask"
+_USED = "forward step uses the output of the model"
 _HOOK = "the loss depends on the model by more than its output"
 REFUSED: dict[tuple[str, str], str] = {
-    ("output changed behind the model", "vocabulary"): "forward step uses the output of the model",
+    ("output changed behind the model", "vocabulary"): _USED,
+    ("output changed behind the model", "slices and vocabulary"): _USED,
     ("cross entropy of logits", "vocabulary"): "called without labels",
     ("cross entropy of logits", "slices and vocabulary"): "called without labels",
     ("hidden states", "slices"): _HOOK,
@@ -61,7 +63,6 @@ REFUSED: dict[tuple[str, str], str] = {
     for loss in (
         *list(LOSSES)[2:6],
         *list(LOSSES)[7:],
-        "output changed behind the model",
     )
 }
 """What the refusal of a loss contains; all others are Megatron's results."""
