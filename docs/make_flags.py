@@ -44,7 +44,7 @@ checks a command line before you start it. A combination that is excluded ends t
 first step, on all ranks, with the reason that is given here.
 
 A *share* of memory is a share of 1F1B's activation memory: `0.5` allows half of what 1F1B needs for
-the same model and batch.
+the same model and batch. The [glossary](glossary.md) explains further words.
 """
 
 SECOND = """\
