@@ -43,10 +43,10 @@ def _setting(default: Any = None, *, example: str | None = "v-half", **argument:
     return field(default=default, metadata={"example": example, **argument})
 
 
-_ANY_SCHEDULE = f"the schedule: {', '.join(catalog.names())}"
+_ANY_SCHEDULE = f"the pipeline schedule by name: {', '.join(catalog.names())}"
 _WHERE_FASTER = (
-    ": wherever that is faster under the memory limit (auto or on), or nowhere (off, the default). "
-    "Losses stay the same to the last bit"
+    "auto or on: wherever that makes the step faster within --pipeline-memory-limit. off: nowhere. "
+    "Losses are equal to the last bit (default: off)"
 )
 
 
@@ -70,133 +70,145 @@ class ScheduleSettings:
         example=None,
         metavar="NAME",
         help={
-            TRAINER: f"{_ANY_SCHEDULE}; without it, Megatron's own 1F1B runs, untouched",
-            MEGATRON_LM: f"{_ANY_SCHEDULE}. Chunks are placed in a V where the schedule asks for "
-            "it; --pipeline-model-parallel-layout then names the layers of every stage in model "
-            "order, and --num-virtual-stages-per-pipeline-rank the chunks of a rank where the "
-            "schedule has the choice. With --overlap-moe-expert-parallel-comm, forwards and "
-            "backwards run in one pass; the expert all-to-all is taken to be half of a forward "
-            "then",
+            TRAINER: f"{_ANY_SCHEDULE} (default: none, and Megatron's own 1F1B runs, untouched)",
+            MEGATRON_LM: f"{_ANY_SCHEDULE}. v-half needs about half of 1F1B's activation memory, "
+            "v-zb has almost no idle time in the same memory, and auto searches for the fastest "
+            "order. Schedules with a V place the layers themselves; "
+            "--pipeline-model-parallel-layout then lists the layers of every stage in model order. "
+            "With --overlap-moe-expert-parallel-comm, a forward and a backward run as one pass; "
+            "until it is measured, the expert all-to-all counts as half of a forward "
+            "(default: none, and Megatron's own schedule runs, untouched)",
         },
     )
     pipeline_schedule_file: str | None = _setting(
         example=None,
         metavar="CSV",
-        help="run this table instead of a named schedule: compute-only, in the format of "
-        "torch.distributed.pipelining, as `megatron-zb export` writes it",
+        help="run the order of passes in this table instead of a named schedule. `megatron-zb "
+        "export` writes such a table; it is compute-only, in the format of "
+        "torch.distributed.pipelining (default: none)",
     )
     pipeline_memory_limit: Limit | float | str | None = _setting(  # noqa: RUF009
         type=Limit.parse,
         metavar="X",
         example="auto",
-        help="the most activation memory of any rank, as a share of 1F1B's, such as 0.5, or in "
-        "bytes, such as 40GiB, which needs the profile of an earlier run as "
-        "--pipeline-layer-layout FILE.yaml",
+        help="the most activation memory that any rank may hold. 0.5 is half of what 1F1B needs. "
+        "40GiB is a size in bytes; it needs activations that were measured: write a file with "
+        "--pipeline-profile in an earlier run, and give it as --pipeline-layer-layout FILE.yaml "
+        "(default: 1F1B's memory for auto, else what the schedule needs)",
     )
     pipeline_slices: Slicing | int | str | None = _setting(  # noqa: RUF009
         type=parse_slices,
         metavar="N",
-        help="token slices: cut every microbatch along its sequence into N equal parts, into parts "
-        "of unequal lengths, such as 2,1,1, or into as many as pay (auto). Stages work on one at a "
-        "time, which divides the bubble and the activation memory by up to N",
+        help="cut every microbatch along its sequence into N equal token slices. 2,1,1 cuts it "
+        "into three parts, the first twice as long as the others; auto takes the number that is "
+        "fastest. A stage works on one slice at a time, which divides the bubble and the "
+        "activation memory by up to N. It is for long sequences and few microbatches (default: "
+        "whole microbatches)",
     )
     num_virtual_stages_per_pipeline_rank: int | None = _setting(
         example="interleaved",
         type=int,
         metavar="N",
-        help="model chunks of a rank, where the schedule has the choice: interleaved, wave, auto",
+        help="the number of model chunks that every rank holds. It is for schedules that leave the "
+        "number open: interleaved, wave and auto (default: that of the schedule)",
     )
     microbatch_group_size_per_vp_stage: int | None = None
     pipeline_model_parallel_layout: str | None = None
     pipeline_profile: str | None = _setting(
         metavar="FILE",
-        help="measure passes, messages and activations in the first iterations and write this "
-        "file for `megatron-zb plan --profile`",
+        help="measure the time of passes and messages and the size of activations in the first "
+        "iterations, and write them to this file. `megatron-zb plan --profile FILE` compares all "
+        "schedules for it (default: none)",
     )
     pipeline_verify: bool = _setting(
         False,
         action="store_true",
-        help="run the first step twice, once with nothing split, and compare the gradient of every "
-        "parameter: end with a sentence that names the first one that differs, or say how many are "
-        "equal and train on",
+        help="run the first step twice, the second time without splitting the backward, and "
+        "compare the gradient of every parameter. The job trains on if all are equal; otherwise it "
+        "ends and names the first parameter that differs",
     )
     pipeline_placement: str | None = _setting(
         choices=("loop", "zigzag"),
         example="auto",
-        help="where auto places the chunks of a rank: in turn (loop), or there and back (zigzag, a "
-        "V with two); with --num-virtual-stages-per-pipeline-rank (default: what is faster)",
+        help="where auto places the chunks of the ranks. loop: from the first rank to the last, "
+        "then from the first again, as Megatron's interleaved schedule does. zigzag: to the last "
+        "rank and back again, which is a V with two chunks. It needs "
+        "--num-virtual-stages-per-pipeline-rank (default: what is faster)",
     )
     pipeline_schedule_cache: str | None = _setting(
         metavar="DIR",
         example="auto",
-        help="keep schedules that were searched in this folder of the first rank, and find them "
-        "there again",
+        help="keep schedules that a search has found in this folder of the first rank, so that the "
+        "next job with the same sizes and costs starts without a search (default: none)",
     )
     pipeline_replan_every: int | None = _setting(
         type=int,
         metavar="N",
         example="auto",
-        help="build the schedule anew for measured costs after the first iterations and every N "
-        "(default: auto once, after the first ones; others never)",
+        help="measure the first iterations, build the schedule anew for what was measured, and do "
+        "so again every N iterations (default: once for auto, after the first iterations, and "
+        "never for other schedules)",
     )
     pipeline_random_streams: str | None = _setting(
         choices=("auto", "layer", "rank"),
-        help="where layers draw random numbers from. layer: each from separate RNG states, so that "
-        "dropout masks, and initial weights, are those of every other schedule and pipeline size "
-        "with the same seed; rank: from one stream of each pipeline rank, as in Megatron without "
-        "a schedule; auto (default): rank where every rank holds the layers it has there, else "
-        "layer",
+        help="which random numbers dropout and the initial weights draw. layer: every layer has "
+        "its RNG states, so that a seed gives the same numbers under every schedule and pipeline "
+        "size. rank: every pipeline rank has one state, as in Megatron. auto: rank where every "
+        "rank holds the same layers as in Megatron, else layer (default: auto)",
     )
     seed: int | None = None
     pipeline_timeout: float | None = _setting(
         example=None,
         type=float,
         metavar="SECONDS",
-        help="after so long without progress, ask all ranks, end a job that has stopped, and say "
-        "which rank holds up all others; 0 is never (default: nine tenths of "
-        "--distributed-timeout-minutes)",
+        help="how long a rank may wait without progress. Then a watchdog asks all ranks, ends a "
+        "job that has stopped, and names the rank that holds up the others. 0 turns it off "
+        "(default: nine tenths of --distributed-timeout-minutes)",
     )
     pipeline_allow_other_data: bool = _setting(
         False,
         example=None,
         action="store_true",
-        help="go on from a checkpoint that was trained on other data, which is refused otherwise: "
-        "a checkpoint keeps the sizes of its data sets and a digest of their contents",
+        help="resume from a checkpoint that was trained on other data. Without this flag such a "
+        "run is refused: a checkpoint holds the sizes of its data sets and a digest of their "
+        "contents",
     )
     pipeline_vocabulary: str | None = _setting(
         choices=("auto", "on", "off"),
-        help="shard the output layer and the embedding along the vocabulary over all pipeline "
-        "ranks, whose logits, lookups and weight gradients then are passes of the schedule (on), "
-        "leave them on the first and the last stage (off, the default), or shard them where that "
-        "can be done and is faster in the simulator (auto); the start-up lines say why. Losses "
-        "agree with those of whole layers but for rounding, and are the same to the last bit in "
-        "every schedule. Checkpoints serve both",
+        help="where the output layer and the embedding are. on: sharded along the vocabulary over "
+        "all pipeline ranks, with logits, lookups and weight gradients as passes of the schedule. "
+        "off: whole, on the last and the first stage. auto: sharded where that can be done and the "
+        "simulator finds it faster; the start-up lines give the reason. Losses equal those of "
+        "whole layers up to rounding, and are equal to the last bit between schedules. "
+        "Checkpoints of both forms load in both (default: off)",
     )
     pipeline_recompute: str | None = _setting(
         type=permission,
         choices=PERMISSIONS,
-        help="whether activations may be recomputed by a pass of the schedule before "
-        f"their backward, and only their input kept{_WHERE_FASTER}",
+        help="let the schedule choose forwards whose activations are not kept: the stage keeps its "
+        f"input, and the forward runs again before its backward. {_WHERE_FASTER}",
     )
     pipeline_offload: str | None = _setting(
         type=permission,
         choices=PERMISSIONS,
-        help="whether activations may be offloaded after a forward, and reloaded before their "
-        f"backward, while other passes run{_WHERE_FASTER}",
+        help="let the schedule copy activations to the host's memory after a forward, and back "
+        f"before its backward, while other passes run. {_WHERE_FASTER}",
     )
     pipeline_host_limit: Limit | float | str | None = _setting(  # noqa: RUF009
         type=Limit.parse,
         metavar="X",
-        help="the most memory of the host that a rank's activations may take with "
-        "--pipeline-offload auto, in the units of --pipeline-memory-limit (default: as much as is "
-        "faster)",
+        help="the most memory of the host that the activations of one rank may take, in the units "
+        "of --pipeline-memory-limit. It needs --pipeline-offload auto (default: as much as makes "
+        "the step faster)",
     )
     pipeline_layer_layout: str | None = _setting(
         metavar={MEGATRON_LM: "auto|FILE", TRAINER: "LAYOUT"},
         help={
-            MEGATRON_LM: "balance the layers of the stages: fewer where embedding and output layer "
-            "are, counted from the sizes of the model (auto), or by the seconds in a file of "
-            "--pipeline-profile; --pipeline-model-parallel-layout writes them out",
+            MEGATRON_LM: "give the stages with the embedding and the output layer fewer layers, so "
+            "that all stages take as long. auto: counted from the sizes of the model. FILE: by "
+            "the times in a file that --pipeline-profile has written. To write the layers of each "
+            "stage yourself, use Megatron's --pipeline-model-parallel-layout (default: equal "
+            "numbers of layers)",
             TRAINER: "which layers each stage holds, as in Megatron-LM: "
             "'Ett|ttt|ttt|ttL' has four stages, embedding first, loss last; stages are written in "
             "the order in which a microbatch passes them. With a schedule also 'auto': fewer where "
@@ -208,15 +220,16 @@ class ScheduleSettings:
         False,
         action="store_true",
         example="v-zb",
-        help="step the optimizer without waiting for the gradient norm of the whole pipeline; it "
-        "is validated in the next iteration's warm-up, and a wrong step is rolled back and "
-        "repeated. Losses stay the same; each line of the log comes one iteration later",
+        help="step the optimizer without waiting for the gradient norm of the whole pipeline. The "
+        "norm is checked in the warm-up of the next iteration, and a step that was wrong is rolled "
+        "back and repeated. Losses are the same; each line of the log comes one iteration later",
     )
     post_validation_snapshot: str = _setting(
         "device",
         example=None,
         choices=("device", "host"),
-        help="where what is needed to take a step back is kept (default: device)",
+        help="where --enable-optimizer-post-validation keeps the copy that a rollback needs: on "
+        "the GPU, or in the host's memory (default: device)",
     )
     nccl_communicator_config_path: str | None = None
     high_priority_stream_groups: tuple[str, ...] = ()
