@@ -6,7 +6,7 @@ so forwards of the first step show it:
 
 1. Before a forward, all is recorded that the modules of a chunk refer to: buffers, attributes and
    hooks, objects and containers in these, and variables of the user's functions.
-2. After it, each value that differs is a ``Place``.
+2. After it, each value that differs is a ``StatePlace``.
 3. A tensor that every forward sets anew may be scratch, such as the routing map of a dispatcher.
    The next forward is watched: if it sets the tensor without reading it, its value is not recorded.
    Scratch would keep activations alive.
@@ -31,7 +31,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.step import Step, StepPart
-from megatron_zb.runtime.saved_state import MOST, Place, Saved
+from megatron_zb.runtime.saved_state import MOST, Saved, StatePlace
 
 # Packages whose objects are no user's, and those of Megatron whose objects belong to a model.
 _LIBRARIES = {"megatron", "megatron_zb", "torch", "transformer_engine", "apex"}
@@ -57,13 +57,13 @@ class ForwardState:
     def __init__(self, chunk: torch.nn.Module, forward_step: Callable[..., Any]) -> None:
         (self.model,) = unwrap_model([chunk])
         self._forward_step = forward_step
-        self._places: dict[_Key, Place] = {}
+        self._places: dict[_Key, StatePlace] = {}
         self._forwards = 0
         self.is_known = False
         """Whether forwards have shown all places."""
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[StatePlace]:
         """Return what forwards were seen to change."""
         return list(self._places.values())
 
@@ -197,7 +197,7 @@ def _refusal(step: Step) -> str:
     return ""
 
 
-def _refuse_users_state(step: Step, places: Sequence[Place], refusal: str) -> None:
+def _refuse_users_state(step: Step, places: Sequence[StatePlace], refusal: str) -> None:
     """Raise a UsageError on all ranks if one has a state that a user's code updates.
 
     Collective over the pipeline.
@@ -211,11 +211,11 @@ def _refuse_users_state(step: Step, places: Sequence[Place], refusal: str) -> No
         raise UsageError(refusal.format(label))
 
 
-def _saved(place: Place) -> Saved:
+def _saved(place: StatePlace) -> Saved:
     return Saved(place, copies=place.is_changed_in_place, keeps=place.is_of_user)
 
 
-def _made(place: Place) -> Saved:
+def _made(place: StatePlace) -> Saved:
     """Return what was saved of a place before a forward has made it."""
     value = place.entries.pop(place.name)
     try:
@@ -242,7 +242,7 @@ class _Walk:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.places: list[Place] = []
+        self.places: list[StatePlace] = []
         self._labels = {id(m): name or type(m).__name__ for name, m in model.named_modules()}
         self.seen: dict[int, Any] = {}
         self._globals: set[tuple[str, str]] = set()
@@ -281,10 +281,10 @@ class _Walk:
         package = _package(type(module).__module__)
         is_of_user = partial(_is_of_user, type(module))
         for name in module._buffers:
-            place = Place(module._buffers, name, f"{label}.{name}", is_of_user(name), True)
+            place = StatePlace(module._buffers, name, f"{label}.{name}", is_of_user(name), True)
             self._add(place, package)
         for name in vars(module).keys() - _OF_EVERY_MODULE:
-            place = Place(vars(module), name, f"{label}.{name}", is_of_user(name))
+            place = StatePlace(vars(module), name, f"{label}.{name}", is_of_user(name))
             self._add(place, package)
         for name in _HOOKS:
             for hook in vars(module)[name].values():
@@ -299,21 +299,25 @@ class _Walk:
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
-            place = Place(_Cell(cell), "cell_contents", f"{label}.{name}", True, holder=cell)
+            place = StatePlace(
+                _ClosureCell(cell), "cell_contents", f"{label}.{name}", True, holder=cell
+            )
             self._add(place, package)
         for name in _names(function.__code__) & function.__globals__.keys():
             if (function.__module__, name) not in self._globals:
                 self._globals.add((function.__module__, name))
-                place = Place(function.__globals__, name, f"{function.__module__}.{name}", True)
+                place = StatePlace(
+                    function.__globals__, name, f"{function.__module__}.{name}", True
+                )
                 self._add(place, package)
 
     def _hold(self, entries: Entries, label: str, package: str) -> None:
         """Visit all entries of a mapping."""
         is_of_user = package not in _LIBRARIES
         for name in list(entries):
-            self._add(Place(entries, name, f"{label}.{name}", is_of_user), package)
+            self._add(StatePlace(entries, name, f"{label}.{name}", is_of_user), package)
 
-    def _add(self, place: Place, package: str) -> None:
+    def _add(self, place: StatePlace, package: str) -> None:
         self.places.append(place)
         self.enter(place.value, place.label, package)
 
@@ -321,7 +325,7 @@ class _Walk:
         self.seen[id(value)] = value  # kept, so that no other object gets its number
 
 
-class _Cell(MutableMapping[str, Any]):
+class _ClosureCell(MutableMapping[str, Any]):
     """The variable of an enclosing function, as a mapping with one entry."""
 
     _ENTRY = "cell_contents"

@@ -25,7 +25,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 
 
 @dataclass
-class Place:
+class StatePlace:
     """A value that forwards change: an entry of a mapping, such as the ``vars`` of an object.
 
     ``is_read`` tells whether a forward reads what an earlier one has set; None if that is unknown.
@@ -91,7 +91,7 @@ class Saved:
         keeps: whether to keep a large tensor alive.
     """
 
-    def __init__(self, place: Place, *, copies: bool, keeps: bool) -> None:
+    def __init__(self, place: StatePlace, *, copies: bool, keeps: bool) -> None:
         self.place = place
         self._value = _Value(place.value, copies, keeps)
 

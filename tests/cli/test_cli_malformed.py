@@ -211,7 +211,7 @@ show v-half -p 4 -m ٣ | is not a whole number of 1 or more
 show v-half -p 4 -m 99999999 | 99999999 is more than 1000000
 show v-half -p 1000 -m 1000 | can be at most 32768; a schedule repeats itself
 show v-half -p 2 -m 100000 | so that --num-microbatches 8 shows as much
-show v-half -p 1000 -m 1000 | so that --num-microbatches 32 shows as much
+show v-half -p 1000 -m 1000 | so that --pipeline-size 64 --num-microbatches 256 shows as much
 show v-half -p 2000 -m 1 | a pipeline of 2000 ranks was asked for: give at most 1024
 show v-half -p 4 -m 8 --microbatches 8 | did you mean --num-microbatches?
 show v-half -p 4 -m 8 --pipelinesize 8 | did you mean --pipeline-size?
@@ -259,7 +259,7 @@ show --csv word.csv --memory-limit 1 | leave --memory-limit out
 show --csv | --csv is given without a value: write --csv FILE
 show pipe-bd -p 4 -m 8 --forward 2 | see --teacher and --student for times
 show pipe-bd -p 4 -m 8 --chunks 2 | pipe-bd does not take it: leave it out
-show pipe-bd -p 4 -m 8 --blocks 0 | 0 blocks
+show pipe-bd -p 4 -m 8 --blocks 0 | --blocks is 0: give 1 or more
 show pipe-bd -p 4 -m 8 --blocks 9999 | 9999 blocks are too many: give at most 512
 show pipe-bd -p 4 -m 8 --blocks x | --blocks: 'x' is not a whole number, such as 8
 show pipe-bd -p 4 -m 8 --teacher 1 2 --student 1 2 3 | give one time for all of them, or one for
@@ -428,8 +428,8 @@ CHECK = """
 --pipeline-schedule v-half --lr fast | --lr: 'fast' is not a number
 """
 CHECK_ITSELF = """
-check | no schedule is chosen: add --pipeline-schedule, such as v-half
-check -- | no schedule is chosen: add --pipeline-schedule, such as v-half
+check | the arguments of a training are missing: give them after --
+check -- | the arguments of a training are missing: give them after --
 check -- --pipeline-schedule v-half | needs a pipeline: give --pipeline-model-parallel-size of 2
 check --gpus | --gpus is given without a value: write --gpus N
 check --gpus 0 | --gpus: '0' is not a whole number of 1 or more

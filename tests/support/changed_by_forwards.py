@@ -21,7 +21,7 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import forward_state
 from megatron_zb.megatron_core.forward_state import StatePart
-from megatron_zb.runtime.saved_state import Place
+from megatron_zb.runtime.saved_state import StatePlace
 from megatron_zb.schedules import Schedule
 
 M, STEPS = 4, 2
@@ -143,7 +143,7 @@ def _values(case: GPTCase, schedule: str | Schedule, verifies: bool) -> Values:
     return found
 
 
-def _change(model: Any, place: Place) -> Change:
+def _change(model: Any, place: StatePlace) -> Change:
     owner: Any = model
     *path, name = place.label.split(".")
     for part in path:
