@@ -31,7 +31,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.step import Step, StepPart
-from megatron_zb.runtime.saved_state import MOST, Saved, StatePlace
+from megatron_zb.runtime.saved_state import MOST, Saved, StatePlace, on_one_device
 
 # Packages whose objects are no user's, and those of Megatron whose objects belong to a model.
 _LIBRARIES = {"megatron", "megatron_zb", "torch", "transformer_engine", "apex"}
@@ -109,11 +109,11 @@ class ForwardState:
     def _learned(self, before: _StateBefore) -> list[Saved]:
         """Add the places that have changed since; return the values of then of all places."""
         before.add_made(self._walked())
-        for key, saved in before.values.items():
-            if saved.is_changed:
-                place = self._places.setdefault(key, saved.place)
-                place.is_changed_in_place |= saved.is_same_object
-                place.changes += 1
+        for key in before.changed():
+            saved = before.values[key]
+            place = self._places.setdefault(key, saved.place)
+            place.is_changed_in_place |= saved.is_same_object
+            place.changes += 1
         found = [before.values[key] for key in self._places if key in before.values]
         for saved in found:
             saved.place = self._places[saved.place.key]
@@ -145,6 +145,15 @@ class _StateBefore:
         for place in walk.places:
             if place.key not in self.values and place.key[0] in self._seen:
                 self.values[place.key] = _made(place)
+
+    def changed(self) -> list[_Key]:
+        """Return the places whose values have changed; waits for a device once."""
+        found = {key: saved.change() for key, saved in self.values.items()}
+        flags = {key: change for key, change in found.items() if isinstance(change, torch.Tensor)}
+        if flags:
+            read = torch.stack(on_one_device(list(flags.values()))).tolist()
+            found |= zip(flags, read, strict=True)
+        return [key for key, change in found.items() if change]
 
 
 class StatePart(StepPart):

@@ -77,7 +77,7 @@ class SlicedStage(MegatronStage):
 
     def _user_step(self, *arguments: Any, **options: Any) -> Any:
         """Return the output of the model itself, to which the gradient of the loss belongs."""
-        if not self.is_output:
+        if not (self.is_output and self.computes_loss):
             return super()._user_step(*arguments, **options)
         with recorded(inner_model(self._step.model[self.chunk])) as outputs:
             _, loss_func = super()._user_step(*arguments, **options)

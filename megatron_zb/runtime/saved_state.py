@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -104,10 +104,12 @@ class Saved:
         """Whether the value was not kept alive, and no longer exists."""
         return self._value.is_large and self._value.get() is None
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether the place has another value now, or its value other contents."""
-        return self._value.is_changed(self.place.value)
+    def change(self) -> bool | torch.Tensor:
+        """Return whether the place has another value now, or its value other contents.
+
+        Contents on a device are compared there: the result is a flag, which nobody has waited for.
+        """
+        return self._value.change(self.place.value)
 
     @property
     def is_same_object(self) -> bool:
@@ -139,7 +141,7 @@ class _Value:
         is_weak = isinstance(value, torch.Tensor) and self.is_large and not keeps
         self.get: Callable[[], Any] = ref(value) if is_weak else partial(_same, value)
 
-    def is_changed(self, now: Any) -> bool:
+    def change(self, now: Any) -> bool | torch.Tensor:
         value = self.get()
         if now is not value:
             return not (_is_plain(now) and type(now) is type(value) and now == value)
@@ -149,12 +151,13 @@ class _Value:
             if self._contents is None or _is_freed(value):
                 return False
             # what is written through ``data`` leaves the version as it is
-            return not torch.equal(value.detach(), self._contents)
+            return (value.detach() != self._contents).any()
         if self._contents is None:
             return False
-        return len(value) != len(self._contents) or any(
-            saved.is_changed(element) for saved, element in zip(self._contents, value, strict=True)
-        )
+        if len(value) != len(self._contents):
+            return True
+        pairs = zip(self._contents, value, strict=True)
+        return any_of([saved.change(element) for saved, element in pairs])
 
     def restored(self, in_place: bool) -> Any:
         """Return the value, after its contents have been put back if they change in place."""
@@ -170,6 +173,20 @@ class _Value:
         value.clear()
         (value.update if isinstance(value, set) else value.extend)(elements)
         return value
+
+
+def any_of(changes: Sequence[bool | torch.Tensor]) -> bool | torch.Tensor:
+    """Return whether there is any change, as a flag on a device if only that knows."""
+    flags = [change for change in changes if isinstance(change, torch.Tensor)]
+    if True in [change for change in changes if isinstance(change, bool)]:
+        return True
+    return torch.stack(on_one_device(flags)).any() if flags else False
+
+
+def on_one_device(flags: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return flags on the device of one of them, not on the host if any is on another device."""
+    device = max((flag.device for flag in flags), key=lambda device: device.type != "cpu")
+    return [flag.to(device, non_blocking=True) for flag in flags]
 
 
 class _Watched(torch.Tensor):
