@@ -419,7 +419,7 @@ def test_settings_say_what_is_wrong_with_them() -> None:
         ),
         (
             {"pipeline_schedule": "v-zb", "pipeline_offload": "yes"},
-            "pipeline_offload is 'yes': give auto or off",
+            "pipeline_offload is 'yes': give auto or on or off",
         ),
         (
             {"pipeline_schedule": "v-zb", "pipeline_memory_limit": "40 apples"},

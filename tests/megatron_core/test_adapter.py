@@ -118,7 +118,7 @@ def test_an_evaluation_of_more_microbatches_has_no_memory_limit() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("pipeline_recompute", "on", "pipeline_recompute is 'on': give auto or off"),
+        ("pipeline_recompute", "yes", "pipeline_recompute is 'yes': give auto or on or off"),
         ("pipeline_memory_limit", "40", None),
         ("pipeline_memory_limit", "40 apples", "pipeline_memory_limit is '40 apples': give a frac"),
     ],
