@@ -190,7 +190,7 @@ def test_a_profile_that_balances_layers_tells_what_copies_take(
     profile: Profile | None, copy: float
 ) -> None:
     adapter = scheduled(
-        "zb-h1",
+        "zb-1p",
         pipeline_size=2,
         num_microbatches=4,
         layers=Layers(4),

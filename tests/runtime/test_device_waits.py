@@ -57,6 +57,8 @@ PLACES = {
     "megatron_core/cpu.py:redirect_experts.to_cpu": "there is no GPU",
     "megatron_core/experts.py:share": BETWEEN_STEPS,
     "megatron_core/connections.py:WatchPart.forget_marks": BETWEEN_STEPS,
+    "megatron_core/forward_state.py:_StateBefore.changed": "for its stream, in the first forwards",
+    "megatron_core/forward_state.py:_refuse_users_state": BETWEEN_STEPS,
     "megatron_core/planned_steps.py:_gathered": BETWEEN_STEPS,
     "megatron_core/post_validation.py:PostValidation._close": HOST,
     "megatron_core/post_validation.py:PostValidation._judge": HOST,
