@@ -342,7 +342,8 @@ def of_arguments(
         choice=choice,
         placements=possible,
         splits=family.splits_backward,
-        has_fixed_order=not family.searches,
+        # slices may be recomputed in any order; building refuses what they do not go with
+        has_fixed_order=not family.searches and getattr(args, "pipeline_slices", None) is None,
     )
 
 

@@ -17,7 +17,7 @@ VOCABULARY = "vocabulary"
 COMMUNICATION = "communication"
 PARTS, HOLDING_PARTS = "parts", "parts that hold memory"
 SLICES, GROUPS = "slices", "groups"
-FIXED_ORDER = "fixed order"
+FIXED_ORDER, FIXED_WHOLE = "fixed order", "fixed order of whole microbatches"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ CONFLICTS = (
     Conflict(RECOMPUTATION, VOCABULARY, _ALL_KEPT),
     Conflict(OFFLOAD, VOCABULARY, _ALL_KEPT),
     Conflict(OFFLOAD, COMMUNICATION, "pairs of F and B keep every activation; leave one out"),
-    Conflict(RECOMPUTATION, FIXED_ORDER, says=_FIXED),
+    Conflict(RECOMPUTATION, FIXED_WHOLE, says=_FIXED),
     Conflict(OFFLOAD, FIXED_ORDER, says=_FIXED),
     Conflict(RECOMPUTATION, HOLDING_PARTS, says=_HELD),
     Conflict(OFFLOAD, HOLDING_PARTS, says=_HELD),
@@ -99,6 +99,7 @@ def requested(
         SLICES: (is_sliced, "token slices"),
         GROUPS: (group_size is not None, f"group_size {group_size}"),
         FIXED_ORDER: (has_fixed_order, name),
+        FIXED_WHOLE: (has_fixed_order and not is_sliced, name),  # slices are recomputed in any
     }
     return {feature: words for feature, (given, words) in found.items() if given}
 

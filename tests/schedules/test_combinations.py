@@ -233,5 +233,6 @@ def test_a_run_refuses_the_same(pair: tuple[str, str]) -> None:
     fixed = conflicts.FIXED_ORDER in pair
     asked = Asked(args=argparse.Namespace(**given), choice="1f1b", has_fixed_order=fixed)
     in_run = bool(list(refusals.refusals(asked)))
-    in_table = bool(list(conflicts.refusals({it: it for it in pair})))
+    of_whole = [conflicts.FIXED_WHOLE] * (fixed and conflicts.SLICES not in pair)
+    in_table = bool(list(conflicts.refusals({it: it for it in [*pair, *of_whole]})))
     assert in_run is in_table

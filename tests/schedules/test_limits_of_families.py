@@ -107,11 +107,12 @@ def test_the_bytes_that_a_refusal_names_are_those_of_the_rank_with_what_it_alway
     limits = [5001.0, 1e6, 1e6, 1e6]
     with pytest.raises(UsageError) as refusal:
         build(limits)
-    named = re.search(r"limit of 5001 bytes: rank 0 needs at least (\d+) bytes", str(refusal.value))
+    said = str(refusal.value)
+    named = re.search(r"limit of 5001 bytes: rank 0 .*needs at least (\d+) bytes", said)
     assert named is not None, str(refusal.value)
     limits[0] = float(named[1])
     assert limits[0] >= 6000
     peaks = simulate(build(limits), costs).peak_memory
     assert all(peak + of <= most for peak, of, most in zip(peaks, fixed, limits, strict=True))
-    with pytest.raises(UsageError, match="rank 0 needs at least"):
+    with pytest.raises(UsageError, match=r"rank 0 .*needs at least"):
         build([limits[0] - 1, *limits[1:]])

@@ -449,7 +449,8 @@ def test_no_microbatches_are_refused() -> None:
 
 
 def test_an_infeasible_memory_limit_names_the_smallest() -> None:
-    with pytest.raises(UsageError, match=r"limit of 0.2 of 1F1B: rank \d needs at least 0.25"):
+    said = r"limit of 0.2 of 1F1B: rank \d \(Megatron's pipeline rank \d\) needs at least 0.25"
+    with pytest.raises(UsageError, match=said):
         schedules.build("v-min", pipeline_size=4, num_microbatches=8, memory_limit=0.2)
     fits = schedules.build("v-min", pipeline_size=4, num_microbatches=8, memory_limit=0.5)
     assert fits.name == "v-min"
