@@ -470,7 +470,7 @@ def test_show_and_export(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "words"),
     [
         (["gpipe", "--slices", "2"], "gpipe has no slices: give one of 1f1b"),
-        (["1f1b", "--slices", "2", "--recompute", "0.1"], "1f1b has a fixed order"),
+        (["1f1b", "--slices", "2", "--offload", "1"], "1f1b has a fixed order"),
         (["v-zb", "--slices", "2", "--forward-comm", "1"], "communication in F and B"),
         (["v-zb", "--slices", "2", "--output", "x.html"], "no page for slices"),
         (["1f1b", "--slices", "2", "--memory-limit", "0.5"], "needs at least 0.75 of 1F1B"),
