@@ -24,8 +24,10 @@ sys.path[:0] = [str(DOCS.parent / "tests" / "support"), str(DOCS.parent / "bench
 import recipes  # noqa: E402
 from feature_matrix import ROWS, Row, Verdict  # noqa: E402
 
+from megatron_zb import schedules  # noqa: E402
 from megatron_zb.megatron_core import refusals  # noqa: E402
 from megatron_zb.megatron_core.refusals import RefusalRow as Refused  # noqa: E402
+from megatron_zb.megatron_core.versions import SERIES  # noqa: E402
 from megatron_zb.parsing import flag_of  # noqa: E402
 
 PAGE = DOCS / "support.md"
@@ -33,34 +35,55 @@ PAGE = DOCS / "support.md"
 INTRODUCTION = """\
 # Supported features
 
-Each item is a test on CPU ranks over gloo: the same small GPT, weights and batches under
-Megatron-LM's own 1F1B and under our schedules. *Equal* means bit-identical. Tests run megatron-core
-0.16, some [others](#versions), with PP=2 unless an item differs. The schedules are v-half, zb-h1,
-interleaved and v-zb, or those in parentheses: *all* of [schedules.md](schedules.md), *three*
-(v-half, zb-h1, interleaved), *two* (v-half, zb-h1), or as named.
+This page lists what has been tried together with a pipeline schedule, what was seen, and what is
+refused. Look up your flag here, or let the package do it: `megatron-zb check -- <your arguments>
+--pipeline-schedule v-half`.
+"""
+
+TESTED = """\
+Each row is a test. It trains a small GPT under Megatron-LM's own 1F1B and under each schedule of
+the row, with the same weights and batches, on CPU ranks over gloo. The columns:
+
+- **ranks**: the pipeline size (PP), and the tensor- (TP), context- (CP), data- (DP) and
+  expert-parallel (EP) sizes above one.
+- **schedules**: those that were tried. *All* means all {schedules} of [schedules](schedules.md).
+- **equal**: what is bit-identical. *Gradients* means losses and gradients of one step. *Weights*
+  means losses, and weights after 3 steps of the optimizer. *Rounding* means equal but for the order
+  of sums.
+- **Megatron**: the series that the test is for. *0.16+* means 0.16 and newer.
+"""
+
+STAND_INS = """\
+A stand-in is Python code that takes the place of a kernel for GPUs. It shows that the schedules
+call the module rightly, not that the kernel works.
 """
 
 VERSIONS = """\
-Tests passed on CPU ranks, last on {date}: of the adapter with megatron-core (gradient parity,
-vocabulary parallel), and of Megatron-LM's `pretrain_gpt.py` (all with 0.16, training on two ranks
-with others; [commands](results/megatron/0.16.csv)). Newer versions run with a warning; older ones
-are refused.
+The table counts the tests that passed on CPU ranks, last on {date}. *Adapter* tests use only
+megatron-core: gradient parity and vocabulary parallelism. *Megatron-LM* tests run its
+`pretrain_gpt.py`: all of them with 0.16, and training on two ranks with the others
+([commands](results/megatron/0.16.csv)). A newer version runs with a warning, an older one is
+refused.
 """
 
 RECIPES = """\
-`megatron-zb check` accepts v-half for {runs} of Megatron-Bridge's {number} recipes with a pipeline
-(August 2026), fine-tuning and LoRA included; none was trained ([gains](recipes.md)).
-`benchmarks/recipes.py` counts for every schedule. In the way of others ([reasons](#refused)):
+Megatron-Bridge has {number} recipes with a pipeline (August 2026), fine-tuning and LoRA included.
+`megatron-zb check` accepts `v-half` for {runs} of them; none was trained ([gains](recipes.md)).
+`benchmarks/recipes.py` counts for every schedule. This is in the way of the others, with the number
+of recipes ([reasons](#refused)):
 """
 
 NOT_ON_CPU = """\
-"On a GPU" is [one H200](performance.md#on-gpus), shared by 2 or 4 ranks; the rest ran on no GPU.
+These need kernels for GPUs, so no test on CPU ranks can show them. *On a GPU* means [one
+H200](performance.md#on-gpus), shared by 2 or 4 ranks. What has no such remark has run on no GPU.
 """
 
 REFUSED = """\
-Refused before the first step, on all ranks, together with what each heading names. Leave one of the
-two out where no other value is named. A table with R passes counts as `--pipeline-recompute auto`,
-with D and H as `--pipeline-offload auto`.
+A combination that does not work is refused before the first step, on all ranks, in one sentence.
+Each heading below names a feature, and its list what does not go with it. For example, under *V
+schedules* are the flags that no V can run with. Leave one of the two out, where no other value is
+named. A schedule file with R passes counts as `--pipeline-recompute auto`, and one with D and H
+passes as `--pipeline-offload auto`.
 """
 
 SETTINGS = """\
@@ -87,10 +110,13 @@ REMEDIES = {
     "one_chunk": "Use a schedule with several chunks per rank, such as v-half.",
     "chunks": "Use a schedule with one chunk per rank, such as zb-h1.",
 }
-LISTS = {
-    ("v-half", "zb-h1"): "two",
-    ("v-half", "zb-h1", "interleaved"): "three",
-    ("v-half", "zb-h1", "interleaved", "v-zb"): "",
+RESULTS = {
+    Verdict.PARITY: "gradients",
+    Verdict.STEPS: "weights",
+    Verdict.ROUNDED: "rounding",
+    Verdict.LOSSES: "losses",
+    Verdict.DATA: "data",
+    Verdict.AGAIN: "a second run; nothing is left over",
 }
 
 
@@ -100,12 +126,9 @@ def page() -> str:
         [
             INTRODUCTION,
             "## Tested\n",
-            "Losses and gradients equal:\n",
-            *tested(Verdict.PARITY),
-            f"\n{Verdict.STEPS.value.capitalize()}:\n",
-            *tested(Verdict.STEPS),
-            "\nOther results:\n",
-            *others(),
+            TESTED.format(schedules=len(schedules.names())),
+            STAND_INS,
+            *table(("feature", "flags", "ranks", "schedules", "equal", "Megatron"), tested()),
             "\n## Versions\n",
             VERSIONS.format(date=max(row["date"] for row in _runs())),
             *table(("Python, torch", "Adapter", "Megatron-LM"), versions()),
@@ -114,7 +137,7 @@ def page() -> str:
             *in_the_way(),
             "\n## Not runnable on a CPU\n",
             NOT_ON_CPU,
-            *not_on_cpu(),
+            *table(("feature", "flags", "what was seen"), not_on_cpu()),
             "\n## Refused\n",
             REFUSED,
             *refused(),
@@ -132,46 +155,30 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
     yield from (first, "|" + "---|" * len(head), *others)
 
 
-def tested(verdict: Verdict) -> Iterator[str]:
-    before = ""
+def tested() -> Iterator[tuple[str, ...]]:
+    """Rows of what runs on a CPU, with the names of features in full."""
+    name = ""
     for row in ROWS:
-        if row.verdict is verdict:
-            yield from item(*_feature(row, before))
-            before = row.settings
-
-
-def others() -> Iterator[str]:
-    """What has another result than most rows."""
-    for row in ROWS:
-        if row.verdict not in (Verdict.PARITY, Verdict.STEPS, Verdict.NOT_ON_CPU):
-            name, what = _feature(row)
-            yield from item(name, f"{what}: {row.verdict.value}")
-
-
-def _feature(row: Row, before: str = "") -> tuple[str, str]:
-    """Its name, and its settings and parallel sizes, but for PP=2 and settings of the row before.
-
-    With the schedules under which it is tested.
-    """
-    settings = row.settings
-    if row.feature.startswith("the same") or settings.startswith(f"{before}, "):
-        settings = settings.removeprefix(before).removeprefix(", ")
-    sizes = row.parallel.removeprefix("PP=2").strip()
-    what = ", ".join(dict.fromkeys(filter(None, (settings, sizes))))
-    schedules = f" ({_schedules(row)})" if _schedules(row) else ""
-    return (row.feature, f"{what}{schedules}") if what else (f"{row.feature}{schedules}", "")
+        if row.verdict is Verdict.NOT_ON_CPU:
+            continue
+        is_more = row.feature.startswith("the same")
+        name = f"{name}{row.feature.removeprefix('the same')}" if is_more else row.feature
+        flags = row.settings.replace("|", "\\|")
+        yield name, flags, row.parallel, _schedules(row), RESULTS[row.verdict], _series(row)
+        if is_more:
+            name = name.removesuffix(row.feature.removeprefix("the same"))
 
 
 def _schedules(row: Row) -> str:
-    """A name of a list, or a list that is longer than it with the rest."""
-    if row.every_schedule:
-        return "all"
-    inside = [names for names in LISTS if set(names) <= set(row.schedules)]
-    longest = max(inside, key=len, default=())
-    rest = [name for name in row.schedules if name not in longest]
-    if rest and not LISTS.get(longest, "rest"):
-        return f"and {', '.join(rest)}"  # those that need no name
-    return ", ".join([*([LISTS[longest]] if longest else []), *rest])
+    return "all" if row.every_schedule else ", ".join(row.schedules)
+
+
+def _series(row: Row) -> str:
+    """The series of Megatron for which there is a test, such as 0.16+, or 0.16 to 0.17."""
+    if row.until > SERIES[-1].number:
+        return f"{_text(row.since)}+"
+    last = max(each.number for each in SERIES if each.number < row.until)
+    return _text(row.since) if last == row.since else f"{_text(row.since)} to {_text(last)}"
 
 
 def _runs() -> Iterator[dict[str, str]]:
@@ -197,10 +204,10 @@ def versions() -> Iterator[tuple[str, ...]]:
         yield "; ".join(sorted(with_)), *cells
 
 
-def not_on_cpu() -> Iterator[str]:
+def not_on_cpu() -> Iterator[tuple[str, str, str]]:
     for row in ROWS:
         if row.verdict is Verdict.NOT_ON_CPU:
-            yield from item(f"**{row.feature}** ({row.settings})", row.reason)
+            yield row.feature, row.settings, row.reason
 
 
 def in_the_way() -> Iterator[str]:
