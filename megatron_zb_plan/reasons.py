@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_zb.parsing import gib
 from megatron_zb_plan.prediction import Prediction
 from megatron_zb_plan.search import WORTH_A_CHANGE, Plan
+from megatron_zb_plan.strategy import MEGATRON_INTERLEAVED
 
 _LEVEL = 0.0005
 AUTO = "auto"
@@ -114,6 +115,38 @@ def recommendation(plan: Plan) -> str:
     if recommended(plan) is None:
         return f"keep {own.candidate}: {first.family} is ahead of it by only {lead:.1%}"
     return f"run {_said(first)}: {lead:.1%} more tokens per second than {own.candidate}"
+
+
+def worth(plan: Plan) -> list[str]:
+    """Return what the best row of this package gains beside each of Megatron's schedules.
+
+    Each is one sentence. Megatron's interleaved schedule comes first, since tuned jobs run it.
+    Empty where no row is of this package, or none of Megatron's.
+    """
+    best = next((row for row in plan.ranked if not row.megatron), None)
+    if best is None:
+        return []
+    own: dict[str, Prediction] = {}
+    for row in plan.ranked:
+        if row.megatron:
+            own.setdefault(_kind_of_own(row), row)
+    order = sorted(own, key=lambda kind: (kind != MEGATRON_INTERLEAVED, kind))
+    return [f"beside {own[kind].candidate}: {_exchanged(best, own[kind])}" for kind in order]
+
+
+def _kind_of_own(row: Prediction) -> str:
+    """Return the schedule without its number of chunks."""
+    return row.candidate.split(" ×")[0]
+
+
+def _exchanged(best: Prediction, own: Prediction) -> str:
+    """Describe the time and memory of a row beside one of Megatron's."""
+    lead = best.tokens_per_gpu / own.tokens_per_gpu - 1
+    if abs(lead) < _LEVEL:
+        time = f"{_said(best)} is as fast"
+    else:
+        time = f"{_said(best)} is {abs(lead):.1%} {'faster' if lead > 0 else 'slower'}"
+    return f"{time}, in {gib(best.memory.total)} instead of {gib(own.memory.total)}"
 
 
 def _instead_of_given(plan: Plan, given: Prediction) -> str:

@@ -25,6 +25,7 @@ from megatron_zb_plan.reasons import (
     recompute_or_offload_gain,
     vocabulary,
     vocabulary_parallel_gain,
+    worth,
 )
 from megatron_zb_plan.search import Plan
 from megatron_zb_plan.strategy import Strategy
@@ -32,6 +33,7 @@ from megatron_zb_plan.strategy import Strategy
 # --- arguments
 
 
+WORTH_PAGE = "docs/worth_it.md"
 _CHUNKS, _LAYOUT = "--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout"
 _OF_STAGES = (_CHUNKS, _LAYOUT)
 _RECOMPUTE = {
@@ -197,6 +199,7 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
         console.print(Text(f" -  {beside}"), highlight=False, soft_wrap=True)
     console.print(Text(f"\nrecommendation: {recommendation(plan)}", style="bold"), soft_wrap=True)
     console.print(Text(f"memory: {margin(plan)}"), highlight=False, soft_wrap=True)
+    _print_worth(plan, console)
     console.print(Text("\nflags of the first:", style="bold"))
     to_paste = " \\\n  ".join(flags(plan.ranked[0], job.global_batch))
     console.print(Text(f"  {to_paste}"), highlight=False, soft_wrap=True)
@@ -209,19 +212,27 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
     )
 
 
+def _print_worth(plan: Plan, console: Console) -> None:
+    """Print what changes beside Megatron's schedules, and where other jobs are compared."""
+    for said in worth(plan):
+        console.print(Text(f"worth it? {said}"), highlight=False, soft_wrap=True)
+    console.print(Text(f"worth it? {WORTH_PAGE} has figures of other jobs"), soft_wrap=True)
+
+
 def _overheads(row: Prediction) -> str | None:
     """Describe what the seconds of a row do not show; None where Megatron itself runs it."""
     found = overheads(row)
     if found is None:
         return None
     said = (
-        f"{row.candidate}: {found.waiting:.2f} NCCL kernels of a message wait beside the "
-        "computation on average, which is in no time above"
+        f"{row.candidate}: while a rank computes, {found.waiting:.2f} NCCL kernels wait for a "
+        "message on average and occupy thread blocks; no time of the table counts that"
     )
     if found.exposed:
         said += (
-            f"; collectives of TP{row.load.strategy.tensor} in B that Megatron hides behind the "
-            f"weight gradient are {found.exposed:.1%} of an iteration, and are counted in all rows"
+            f"; Megatron overlaps collectives of TP{row.load.strategy.tensor} with the weight "
+            f"gradient, which a split backward cannot: they are {found.exposed:.1%} of an "
+            "iteration, and the table counts them in all rows"
         )
     return said
 
@@ -342,6 +353,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "not_possible": plan.nothing_for,
         "recommended": recommended(plan),
         "recommendation": recommendation(plan),
+        "worth": worth(plan),
         "margin": margin(plan),
         "vocabulary": vocabulary(plan),
         "activation_states": recompute_or_offload_gain(plan),

@@ -76,11 +76,8 @@ def test_a_table_names_the_overheads_of_its_first_row(tensor: int) -> None:
     printed = console.export_text()
     beside = overheads(first)
     assert beside is not None
-    assert f"zb-h1: {beside.waiting:.2f} NCCL kernels of a message wait" in printed
-    assert (
-        f"TP2 in B that Megatron hides behind the weight gradient are {beside.exposed:.1%}"
-        in printed
-    ) is (tensor == 2)
+    assert f"while a rank computes, {beside.waiting:.2f} NCCL kernels wait" in printed
+    assert (f"a split backward cannot: they are {beside.exposed:.1%}" in printed) is (tensor == 2)
     row = table.as_json(found)["ranked"][0]
     assert row["waiting_kernels"] == beside.waiting
     assert row["exposed_tensor_parallel"] == beside.exposed

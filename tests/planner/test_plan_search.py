@@ -281,6 +281,15 @@ def test_json_has_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "slower than the first: " in printed
     assert "recommendation: " in printed
     assert "to fragments" in printed
+    speed = {row["schedule"]: row["tokens_per_second_per_gpu"] for row in reversed(plan["ranked"])}
+    ours = max(speed["v-half"], speed["zb-2p"])
+    own = (MEGATRON_INTERLEAVED, MEGATRON_1F1B)  # the usual schedule of tuned jobs first
+    assert len(plan["worth"]) == 2
+    for said, name in zip(plan["worth"], own, strict=True):
+        lead = ours / speed[name] - 1
+        assert said.startswith(f"beside {name}")
+        assert f"{abs(lead):.1%} {'faster' if lead > 0 else 'slower'}, in " in said
+        assert f"worth it? {said}" in printed
 
 
 def test_help_and_a_plan_need_neither_torch_nor_megatron(tmp_path: Path) -> None:
