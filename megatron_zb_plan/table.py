@@ -215,8 +215,9 @@ def _overheads(row: Prediction) -> str | None:
     if found is None:
         return None
     said = (
-        f"{row.candidate}: {found.waiting:.2f} NCCL kernels of a message wait beside the "
-        "computation on average, which is in no time above"
+        f"{row.candidate}: on average, {found.waiting:.2f} NCCL kernels for messages wait on a GPU "
+        "while it computes; what they take from the computation has not been measured, and is not "
+        "in the times above"
     )
     if found.exposed:
         said += (
