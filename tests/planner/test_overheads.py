@@ -76,7 +76,7 @@ def test_a_table_names_the_overheads_of_its_first_row(tensor: int) -> None:
     printed = console.export_text()
     beside = overheads(first)
     assert beside is not None
-    assert f"zb-h1: {beside.waiting:.2f} NCCL kernels of a message wait" in printed
+    assert f"zb-h1: on average, {beside.waiting:.2f} NCCL kernels for messages wait" in printed
     assert (
         f"TP2 in B that Megatron hides behind the weight gradient are {beside.exposed:.1%}"
         in printed
