@@ -39,7 +39,7 @@ import report
 
 PAGE = Path(__file__).resolve().parent / "performance.md"
 RESULTS = PAGE.parent / "results"
-UNSHOWN = ("machine", "queues_1_eager", "queues_8_lazy")  # of queues the two extremes tell enough
+UNSHOWN = ("machine", "queues_1_eager", "queues_8_lazy")  # two of four settings are shown
 NO_PAIRS = ", no pairs"
 
 
@@ -93,21 +93,32 @@ def of_gpus(machines: list[dict[str, Any]]) -> list[str]:
     lines = []
     for results in machines:
         rows = report.rows(results)
-        machine = [f"{row.what} {row.measured}" for row in rows if row.part == "machine"]
-        lines += ["", ", ".join([f"commit {results['commit']}", results["date"], *machine]), ""]
+        device, *versions = (row for row in rows if row.part == "machine")
+        machine = ", ".join(f"{row.what} {row.measured}" for row in versions)
+        at = f"on {results['date']}, at commit {results['commit']}"
+        lines += ["", f"On {device.measured}, with {machine}, {at}.", ""]
         lines += ["| what | measured |", "|---|---|"]
         lines += [f"| {what} | {measured} |" for measured, what in _by_outcome(rows).items()]
     return lines[1:]
 
 
 def _by_outcome(rows: Iterable[report.Row]) -> dict[str, str]:
-    """Join what came to the same; the queues of a GPU go by the part's name."""
+    """Join what came to the same; the queues of a GPU go by their settings."""
     found: dict[str, list[str]] = {}
     for part, what, measured in rows:
         if part not in UNSHOWN:
             names = found.setdefault(measured, [])
-            names.append(f"{what} ({part})" if part.startswith("queues") else what)
+            names.append(f"{what} ({_settings_of(part)})" if part.startswith("queues") else what)
     return {measured: "; ".join(dict.fromkeys(names)) for measured, names in found.items()}
+
+
+def _settings_of(part: str) -> str:
+    """Return the settings of CUDA in a part's name, such as queues_1_lazy."""
+    name, *settings = part.split("_")
+    if len(settings) != 2:
+        return name
+    connections, loading = settings
+    return f"`CUDA_DEVICE_MAX_CONNECTIONS={connections} CUDA_MODULE_LOADING={loading.upper()}`"
 
 
 def _result(name: str) -> dict[str, Any]:
@@ -130,11 +141,11 @@ def sleeping_stages(runtime: dict[str, Any]) -> list[str]:
     most = max(each for name, each in worst.items() if name != slowest)
     seconds = runtime["simulated_seconds"].values()
     said = (
-        f"Simulated steps take {min(seconds):.3f} to {max(seconds):.3f} s. For "
-        f"{len(ratios) - 1} schedules, medians of {len(steps[slowest])} measured steps are "
-        f"{ratios[0][0]:.3f} to {second:.3f} times as long, and no step more than {most:.3f} "
-        f"times. For `{slowest}`, the median is {last:.3f} times, the worst step "
-        f"{worst[slowest]:.3f} times as long."
+        f"Simulated steps take {min(seconds):.3f} to {max(seconds):.3f} s. Measured steps, the "
+        f"median of {len(steps[slowest])}, take {ratios[0][0]:.3f} to {second:.3f} times as long "
+        f"for {len(ratios) - 1} of {len(ratios)} schedules, and no single step takes more than "
+        f"{most:.3f} times as long. For `{slowest}`, the median takes {last:.3f} times as long, "
+        f"and the worst step {worst[slowest]:.3f} times."
     )
     return textwrap.wrap(said, 120, break_on_hyphens=False)
 
@@ -144,8 +155,8 @@ def sleeping_pairs(runtime: dict[str, Any]) -> list[str]:
     worst, bar = max(runtime["ratio"].values()), runtime["bars"]["any"]
     within = sum(ratio <= bar for ratio in runtime["ratio"].values())
     summary = (
-        f"Medians are at most {100 * (worst - 1):.1f} % above the simulated time; {within} of "
-        f"{len(runtime['ratio'])} meet the bar of {100 * (bar - 1):.0f} %."
+        f"Measured medians are at most {100 * (worst - 1):.1f} % above the simulated time. "
+        f"{within} of {len(runtime['ratio'])} meet the target of {100 * (bar - 1):.0f} %."
     )
     simulated = runtime["simulated_seconds"]
     gains = ", ".join(
@@ -164,10 +175,13 @@ def vocabulary_makespans(results: Iterable[dict[str, Any]]) -> list[str]:
         depths = result["sizes"].get("prediction_layers")
         for row in result["makespans"]:
             layers[f"{row['output_layers']:g}"] = None
-            name = f"`{row['schedule']}`" + (", prediction" if depths else "")
+            name = f"`{row['schedule']}`" + (", with a prediction layer" if depths else "")
             cells.setdefault(name, []).extend(f"{row[key]:.1f}" for key in ("even", "best", "cut"))
     rows = [f"| {name} | {' | '.join(of)} |" for name, of in cells.items()]
-    heads = " | ".join(f"{each}: even | best | parallel" for each in layers)
+    heads = " | ".join(
+        f"{each} layers: even | {each} layers: best | {each} layers: vocabulary parallel"
+        for each in layers
+    )
     return table(f"| schedule | {heads} |", 3 * len(layers), rows)
 
 
@@ -187,8 +201,9 @@ def vocabulary_steps(shapes: list[dict[str, Any]]) -> list[str]:
             for each in (name, f"{name}, cut")
         ]
         rows.append(f"| {name.replace('upstream', 'Megatron')} | {' | '.join(cells)} |")
-    sizes = " | ".join(f"{shape['sizes']['vocabulary']} words | parallel" for shape in shapes)
-    return table(f"| | {sizes} |", 2 * len(shapes), rows)
+    words = [shape["sizes"]["vocabulary"] for shape in shapes]
+    sizes = " | ".join(f"{each} words | {each} words, vocabulary parallel" for each in words)
+    return table(f"| schedule | {sizes} |", 2 * len(shapes), rows)
 
 
 def heavy_output(found: dict[str, Any]) -> list[str]:
@@ -197,8 +212,8 @@ def heavy_output(found: dict[str, Any]) -> list[str]:
     best = min(measured, key=lambda name: float(measured[name]))
     behind = measured["auto"] / measured[best] - 1
     summary = (
-        f"No schedule is simulated faster than `auto`. Measured, `auto` is {100 * behind:.2f} % "
-        f"behind the fastest, `{best}`."
+        f"In the simulation, no schedule is faster than `auto`. Measured, `auto` takes "
+        f"{100 * behind:.2f} % longer than the fastest, `{best}`."
     )
     assert simulated["auto"] <= min(simulated.values()) * (1 + 1e-9)
     return [summary]
@@ -213,13 +228,15 @@ def unequal_steps(found: dict[str, Any]) -> list[str]:
         runs = sorted(statistics.median(run) / base for run in found["all_ms"][name])
         spread = f"{runs[0]:.2f} to {runs[-1]:.2f}"
         named = name.replace(upstream, "1F1B")
-        shown.append(f"{named} {milliseconds / base:.2f} ({spread})")
+        shown.append(f"- {named} {milliseconds / base:.2f} ({spread})")
     own = sorted(statistics.median(run) / base for run in found["all_ms"][upstream])
-    return [
-        f"{sizes['ranks']} CPU ranks, hidden size {sizes['hidden']}, {len(lengths)} sequences of "
-        f"{min(lengths)} to {max(lengths)} tokens; medians of {sizes['turns']} runs, of Megatron's "
-        f"1F1B ({own[0]:.2f} to {own[-1]:.2f}): {'; '.join(shown)}."
-    ]
+    sentence = (
+        f"On {sizes['ranks']} CPU ranks, hidden size {sizes['hidden']}, {len(lengths)} sequences "
+        f"of {min(lengths)} to {max(lengths)} tokens: time of a step relative to Megatron-LM's "
+        f"1F1B (single runs: {own[0]:.2f} to {own[-1]:.2f}), the median of {sizes['turns']} runs, "
+        "and in parentheses single runs:"
+    )
+    return [*textwrap.wrap(sentence, 120), "", *shown]
 
 
 def host_overhead(found: dict[str, Any]) -> list[str]:
@@ -239,8 +256,14 @@ def host_overhead(found: dict[str, Any]) -> list[str]:
         passes = [found["by_ranks"][n]["contenders"][ours]["outside"] for n in ranks]
         cells.append(", ".join(f"{each['us_per_pass']:.0f}" for each in passes))
         rows.append(f"| {shown} | {other} | {' | '.join(cells)} |")
-    heads = "| order | baseline | whole step | outside | our µs outside |"
-    return [f"On {' and '.join(ranks)} ranks:", "", *table(heads, 3, rows)]
+    heads = (
+        "| order | relative to | whole step | outside forward and autograd | µs per pass outside |"
+    )
+    return [
+        f"Each cell has the figures on {' and on '.join(ranks)} ranks.",
+        "",
+        *table(heads, 3, rows),
+    ]
 
 
 def predicted(prediction: dict[str, Any]) -> list[str]:
@@ -267,7 +290,7 @@ def predicted(prediction: dict[str, Any]) -> list[str]:
             off = prediction["off_by"][shape][name]
             cell = f"{shown}{1000 * medians[name]:.1f} ({off:+.1%})"
             lines.setdefault(kind, []).append(cell)
-    heads = f"| schedule | {' | '.join(shapes)} |"
+    heads = f"| schedule | {' | '.join(f'{shape}: ms (error)' for shape in shapes)} |"
     rows = (f"| {kind} | {' | '.join(cells)} |" for kind, cells in lines.items())
     return table(heads, len(shapes), rows)
 
@@ -279,11 +302,11 @@ def summary(prediction: dict[str, Any]) -> str:
     behind = (f"{100 * value:.1f} %" for value in prediction["first_behind_fastest"].values())
     machine = prediction["machine"]
     return (
-        f"{within} of {len(off)} predictions are within 5 % of the measured median; the median "
+        f"{within} of {len(off)} predictions are within 5 % of the measured median. The median "
         f"error is {100 * statistics.median(off):.1f} %, the largest {100 * max(off):.1f} %.\n"
-        f"The schedule predicted to be fastest was {', '.join(behind)} behind the fastest "
-        f"measured.\n{machine['name']}, {machine['cores']} cores, {prediction['date'][:10]}, "
-        f"{prediction['rounds']} runs of each."
+        f"The first schedule of the prediction took {', '.join(behind)} longer than the fastest "
+        f"measured one, in the order of the columns.\nMeasured on {machine['cores']} cores of an "
+        f"{machine['name']} on {prediction['date'][:10]}, {prediction['rounds']} runs of each."
     )
 
 

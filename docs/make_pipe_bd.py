@@ -44,7 +44,8 @@ def sleeping_table(cells: Iterable[dict[str, Any]]) -> list[str]:
             [f"{student_ms:g}", times, *(f"{min(each):.2f}-{max(each):.2f}" for each in gains)]
         )
     blocks = f"{counts[0]}-{counts[-1]} blocks"
-    return table(["students, ms", f"times, {blocks}", *map(_named, ways)], rows)
+    heads = ["ms of a student", f"times of the {blocks}", *map(_named, ways)]
+    return table(heads, rows)
 
 
 def computing_table(cells: Iterable[dict[str, Any]]) -> list[str]:
@@ -62,9 +63,9 @@ def computing_table(cells: Iterable[dict[str, Any]]) -> list[str]:
         for cell, of in zip(cells, gains, strict=True)
     ]
     return [
-        f"By processor time, they differ by at most {max(off):.2f}.",
+        f"Speedups by processor time differ from these by at most {max(off):.2f}.",
         "",
-        *table(["blocks", f"{BASE}, s", *map(_named, ways)], rows),
+        *table(["blocks", f"{BASE}, seconds", *map(_named, ways)], rows),
     ]
 
 
@@ -77,10 +78,11 @@ def batches_table(cells: Iterable[dict[str, Any]]) -> list[str]:
     ]
     batch, blocks = cells[0]["batch"], cells[0]["blocks"]
     return [
-        f"Steps of {batch} samples, {blocks} blocks, by processor time; "
-        f"pipe-bd has microbatches of {batch}, the others of {batch // 2}:",
+        f"This table has steps of {batch} samples and {blocks} blocks, and speedups by processor "
+        "time.",
+        f"A microbatch of pipe-bd has all {batch} samples, and one of the others {batch // 2}.",
         "",
-        *table(["tokens", *(cell["tokens"] for cell in cells)], rows),
+        *table(["tokens of a sample", *(cell["tokens"] for cell in cells)], rows),
     ]
 
 

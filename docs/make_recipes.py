@@ -25,22 +25,51 @@ Row = dict[str, Any]
 INTRODUCTION = """\
 # What does my recipe gain?
 
-{sized} public recipes of Megatron-Bridge (August 2026) have a pipeline and a batch that it divides.
-`benchmarks/recipe_gains.py` simulates each with its own schedule (1F1B, or interleaved), the
-fastest V schedule within the same memory, and `v-half`, for equal stages: F, B and W take
-{forward}, {backward} and {weight} per rank, a message {p2p}. Find recipes like yours, then run
-`megatron-zb plan` for your model, which also counts layers, overlaps and kernels.
+This page is for somebody who trains with a recipe of Megatron-Bridge, or with similar sizes. It
+shows how much such a recipe would gain by a schedule of this package, in time and in memory. At
+the end you can find a recipe like yours, and the flags to try. All figures are simulated. [Is it
+worth it?](worth_it.md) goes through the same question by kind of job.
+
+Of the public recipes of Megatron-Bridge (August 2026), {sized} have a pipeline, and a batch that
+its ranks divide. `benchmarks/recipe_gains.py` simulates each recipe three times: with its own
+schedule (1F1B or interleaved 1F1B), with the fastest order of `auto` on a V in the same
+activation memory, and with `v-half`. Stages are equal there. F, B and W (forward, input gradient
+and weight gradient) take {forward}, {backward} and {weight} on each rank, and a message takes
+{p2p}. Layers, overlaps and kernels are left out, so use the figures to find recipes like yours.
+Then run `megatron-zb plan` for your model, which counts these as well:
+
+```
+megatron-zb plan --config llama3_70b --gpus 128 --device h100_sxm
+```
+
+In this table, *bubble* is the idle share of the recipe's own schedule. *Gain* is how much faster
+the V is in the same memory.
 """
 RECOMPUTATION = """\
-**Recomputation could go** in {fit} of {selective} recipes with selective recomputation whose layers
-are counted: a V holds all activations in the same bytes, in {least:.2f} to {most:.2f} (median
-{median:.2f}) of the time, without counting what recomputation takes. It could go in none of {full}
-with full recomputation.
+The last column counts recipes for which `v-half` is no slower than the recipe's own schedule, and
+holds at most 0.65 of its activations. For example, a pre-training recipe with many microbatches
+mostly has a small bubble, so few of these gain time, and more of them gain memory.
+
+**Recomputation.** Some recipes use Megatron-LM's selective recomputation to fit into memory. In
+{fit} of {selective} such recipes whose layers are counted, a V holds all activations in the bytes
+that the recipe's own schedule needs with recomputation. So recomputation could be removed. The
+time is then {least:.2f} to {most:.2f} of the recipe's (median {median:.2f}). This does not yet
+count the time that recomputation took. Of the {full} recipes with full recomputation, none could
+do without it.
+"""
+BEST = """\
+*p, m, chunks* are the pipeline ranks, the microbatches of a step, and the chunks (virtual stages)
+of a rank. With one chunk, the recipe runs 1F1B. The last column has the time and the memory of
+`v-half`, relative to the recipe's own schedule. A time of 0.77 is 23 % less.
 """
 FLAGS = """\
-Add `--pipeline-schedule auto`, and remove the recipe's virtual stages and layout. `auto` uses
-1F1B's memory. An interleaved recipe may hold more: its `own_memory` in the results, divided by p or
-by a smaller m, is the `--pipeline-memory-limit` for the same memory.
+Add `--pipeline-schedule auto` to the recipe's arguments, and remove its virtual stages and its
+layout, because `auto` places the layers itself. `auto` uses 1F1B's memory.
+
+An interleaved recipe may hold more than 1F1B. To give `auto` the same memory, set
+`--pipeline-memory-limit`. Its value is the recipe's `own_memory` in the results, which is in
+microbatches, divided by p (or by m, if m is smaller). For example, `own_memory` 9.75 on 8 ranks
+is `--pipeline-memory-limit 1.22`.
 """
 
 
@@ -88,20 +117,21 @@ def lines() -> Iterator[str]:
     better = sorted((row for row in rows if gain(row) > WORTH_IT), key=gain, reverse=True)
     yield f"## The {SHOWN} recipes that gain the most in the same memory"
     yield "\n".join(_table(better[:SHOWN]))
+    yield BEST
     yield f"[The results](results/{RESULT.name}) have all {len(rows)} recipes."
     yield "## Flags"
     yield FLAGS
 
 
 HEADINGS = (
+    "kind of recipe",
     "recipes",
-    "number",
     "median bubble",
-    "gain more than 5 %",
+    "recipes that gain more than 5 %",
     "median gain of these",
-    "`v-half` no slower in 0.65 of the memory",
+    "recipes with `v-half` no slower in 0.65 of the memory",
 )
-COLUMNS = ("recipes", "p, m, chunks", "bubble", "gain", "`v-half`: time, memory")
+COLUMNS = ("recipes", "p, m, chunks", "bubble today", "gain", "time and memory of `v-half`")
 
 
 def _summary(rows: Sequence[Row]) -> Iterator[str]:

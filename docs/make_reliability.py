@@ -21,6 +21,12 @@ PAGE = Path(__file__).resolve().parent / "reliability.md"
 RESULTS = PAGE.parent / "results"
 FAULTS, LONG_RUN = RESULTS / "faults.json", RESULTS / "long_run.json"
 _MIB = ("resident", "malloc", "tensors")
+_QUANTITIES = {
+    "resident": "resident memory",
+    "malloc": "memory from malloc",
+    "objects": "Python objects",
+    "handles": "open files and connections",
+}
 
 
 def main() -> None:
@@ -59,7 +65,7 @@ def fault_rows(seen: Iterable[dict[str, Any]]) -> list[str]:
     for one in seen:
         kinds.setdefault(one["fault"], []).append(one)
     return [
-        "| fault | strikes in | count | seconds |",
+        "| fault | strikes in | runs | seconds until the end |",
         "|---|---|---:|---:|",
         *(_fault_row(fault, found) for fault, found in kinds.items()),
     ]
@@ -96,8 +102,9 @@ def long_run_rows(run: dict[str, Any]) -> list[str]:
             f"{value:+.0f}" if counts else f"{value:+.2f}%"
             for value in (min(changes), max(changes))
         )
-        rows.append(f"| {name}{', MiB' if name in _MIB else ''} | {shown} | {change} |")
-    heads = f"| | ranks 0 to {len(ranks) - 1} | change |"
+        quantity = f"{_QUANTITIES.get(name, name)}{', MiB' if name in _MIB else ''}"
+        rows.append(f"| {quantity} | {shown} | {change} |")
+    heads = f"| of one process | last quarter, ranks 0 to {len(ranks) - 1} | change |"
     return [heads, "|---|---:|---:|", *rows]
 
 

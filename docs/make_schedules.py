@@ -173,7 +173,7 @@ def catalog_table() -> list[str]:
                 timeline.schedule.placement.chunks,
             ]
         )
-    headings = ("schedule", "bubble rate", "throughput", "peak", "gap", "chunks")
+    headings = ("schedule", "bubble rate", "throughput", "peak", "gap", "chunks per rank")
     whole = [f"`{name}`" for name in schedules.names() if not catalog.family(name).splits_backward]
     return [
         *table(headings, rows),
@@ -204,7 +204,12 @@ def grid_table(quality: dict[str, Any]) -> list[str]:
                 _median(gains),
             ]
         )
-    headings = ("limit", "median gain", "above the V's bound", "median with states")
+    headings = (
+        "memory limit",
+        "median gain",
+        "above the bound",
+        "median gain by recomputation or offload",
+    )
     summary = [*_grid_summary(cells, quality["grid"]["summary"]), said]
     return [
         *textwrap.wrap(" ".join(summary), 120, break_on_hyphens=False),
@@ -226,8 +231,8 @@ def _grid_summary(cells: Sequence[dict[str, Any]], summary: dict[str, Any]) -> l
     ]
     gain_on_torch = summary["median gain on torch's best (%)"]
     return [
-        f"`auto` serves {len(served)} of {len(cells)} cells; in {len(served) - len(known)} of them "
-        "no published schedule fits.",
+        f"`auto` finds an order in {len(served)} of {len(cells)} cells; in "
+        f"{len(served) - len(known)} of them no published schedule fits.",
         f"It is slower than the best published one in {lost} cells, slower than the best of torch "
         f"in {summary['worse than installed torch']} (median gain {gain_on_torch}%), and faster in "
         f"{summary['strictly better, where there is anything to gain']} cells that leave anything "
@@ -247,7 +252,7 @@ def unequal_table(quality: dict[str, Any]) -> list[str]:
         for kind, found in gains.items()
     ]
     (count,) = {len(found) for found in gains.values()}
-    return table((f"costs, {count} cells each", "median", "range"), rows)
+    return table((f"costs, {count} cells each", "median gain", "range of gains"), rows)
 
 
 def _states(quality: dict[str, Any]) -> tuple[dict[float, list[float]], str]:
@@ -301,7 +306,7 @@ def exact_table(exact: dict[str, Any]) -> list[str]:
 def others_table(others: dict[str, Any]) -> list[str]:
     if not others:
         return missing("What others ship has", OTHERS_COMMAND)
-    headings = ("schedule", "memory, of 1F1B's", "bubble rate", "`auto` is faster by")
+    headings = ("schedule", "memory relative to 1F1B", "bubble rate", "`auto` is faster by")
     fastest: dict[str, dict[str, Any]] = {}  # with any number of chunks
     for row in sorted(others["rows"], key=lambda row: float(row["bubble"])):
         fastest.setdefault(row["schedule"].split(",")[0], row)

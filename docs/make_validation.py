@@ -326,7 +326,7 @@ def setups(found: Sequence[Row]) -> list[list[Row]]:
 
 
 def _ratio_lines(found: Sequence[Row]) -> Iterator[str]:
-    yield "| table | within 10 % | median, worst | in order |"
+    yield "| published table | ratios within 10 % | median and worst error | setups in order |"
     yield "|---|---:|---:|---:|"
     for name, of in groupby(found, lambda row: row.table):
         rows_of = list(of)
@@ -340,7 +340,7 @@ def _ratio_lines(found: Sequence[Row]) -> Iterator[str]:
 
 
 def _throughput_lines(found: Sequence[Throughput]) -> Iterator[str]:
-    yield "| table | within 10 % | median, worst | held out |"
+    yield "| published table | runs within 10 % | median and worst error | of those not fitted |"
     yield "|---|---:|---:|---:|"
     for name, of in groupby(found, lambda row: row.table):
         rows_of = list(of)
@@ -354,7 +354,7 @@ def _throughput_lines(found: Sequence[Throughput]) -> Iterator[str]:
 
 def _large_lines(found: Sequence[Throughput]) -> Iterator[str]:
     """The runs on thousands of GPUs."""
-    yield "| run | published | predicted |"
+    yield "| run | published | error of the prediction |"
     yield "|---|---:|---:|"
     for row in found:
         if int(re.findall(r"(\d+) GPUs", row.setup)[0]) >= LARGE:
@@ -390,47 +390,80 @@ def _middle(found: Sequence[Row] | Sequence[Throughput]) -> float:
 INTRODUCTION = """\
 # Validation of `megatron-zb plan`
 
-Predictions from counted operations and bytes and one device file per GPU, next to published
-measurements: [ratios](results/published_tables.yaml) ([all rows](results/validation_ratios.csv)),
-[throughput](results/published_throughput.yaml) ([all rows](results/validation_throughput.csv)).
-`python docs/make_validation.py` repeats them.
+This page compares predictions of the [planner](planner.md) with measurements that others have
+published. It is for a reader who asks how far a prediction can be trusted before renting GPUs. At
+the end you have the size of the usual error, the cases with a larger one, and the list of what
+was fitted.
+
+A prediction is made from counted operations and bytes, and from one device file for each kind of
+GPU. Nothing on this page was measured by this project. The published figures are in files
+([ratios](results/published_tables.yaml), [throughput](results/published_throughput.yaml)), and so
+are all predicted rows ([ratios](results/validation_ratios.csv),
+[throughput](results/validation_throughput.csv)). This command predicts them again and writes this
+page, in some minutes:
+
+```
+python docs/make_validation.py
+```
+
+A percentage with a sign is the error of a prediction: +5 % means that the prediction is 5 % above
+the published figure. p is the number of pipeline ranks, m the number of microbatches. F, B and W
+are a forward, the input gradient and the weight gradient ([glossary](glossary.md)).
 """
 
 FITTED = """\
 ## What was fitted
 
-- **A100**, to the times of a rank above: efficiency of matrix products and memory bandwidth, kernel
-  overhead, bandwidth and latency of a message, dropout's random numbers. No throughput.
-- **H100**: efficiency of matrix products, to every second row of Megatron-LM's table and the first
-  of its strong scaling, with overlapped tensor-parallel communication.
-- **Assumed**: everything else. No published run was compared for the H200, B200, GB200, GB300 and
-  MI300X, for fp8, context parallelism or mixtures of experts.
+A figure is *fitted* if it was chosen so that predictions match a measurement. Such a measurement
+is then no evidence, so the column "of those not fitted" above leaves it out.
+
+- **A100**: fitted to the times of a rank above. These are the efficiency of matrix products and
+  of memory bandwidth, the overhead of a kernel, the bandwidth and latency of a message, and the
+  cost of dropout's random numbers. No throughput was used.
+- **H100**: the efficiency of matrix products was fitted to every second row of Megatron-LM's
+  table, and to the first row of its strong scaling, with overlapped tensor-parallel
+  communication.
+- **Assumed**: all other figures are from data sheets or assumed. No published run was compared
+  for the H200, B200, GB200, GB300 and MI300X, nor for fp8, context parallelism or mixtures of
+  experts.
 """
 
 ASSUMED = """\
 ## Assumptions
 
-**Ratios.** Predictions are for the published schedules: building blocks of `v-min`, `v-half` and
-`v-zb` for equal costs, `zb-1p` and `zb-2p` solved for one cost of all stages. *Ours* in the rows is
-this package's schedule. The vocabulary is 32,000. *Controllable Memory* has FlashAttention and
-sequences of 2048 (but for its grid), to match its memory. As published, Megatron's messages do not
-overlap, and a split backward includes post-validation.
+**Ratios between schedules**
 
-**Throughput.** FLOPs include masked scores, as in the sources; `plan` omits them, so its MFU is
-lower. The planner chooses unpublished microbatches and chunks. Reductions and gathers overlap,
-except on the A100.
+- A prediction is for the schedule as its authors published it. `v-min`, `v-half` and `v-zb` are
+  then the published building blocks for equal costs, and `zb-1p` and `zb-2p` are solved for one
+  cost of all stages. The column `ours` of the rows has this package's schedule of the same name.
+- The vocabulary has 32,000 words.
+- *Controllable Memory* is predicted with FlashAttention and sequences of 2048 tokens, except for
+  its grid, because the published memory fits only these.
+- As in the published runs, Megatron-LM's messages do not overlap with computation, and a split
+  backward includes [post-validation](post_validation.md).
 
-**Known gaps.** Doubling the microbatch gained 2 to 10 % (arXiv 2401.10241, table 7). Less is
-predicted, so `zb-2p` with half the microbatch is too fast."""
+**Throughput**
+
+- FLOPs include attention scores that are masked, as in the sources. `plan` does not count these,
+  so it prints a lower MFU.
+- The planner chooses micro-batch sizes and numbers of chunks that were not published.
+- Gradient reductions and weight gathers overlap with computation, except on the A100.
+
+**Known gap**
+
+- Doubling the microbatch made published runs 2 to 10 % faster (arXiv 2401.10241, table 7). The
+  planner predicts a smaller gain. So its `zb-2p`, which has half the microbatch in these tables,
+  is too fast."""
 
 # Why a published throughput is not met within 10 %, by the start of the table and of the run.
 REASONS = {
     ("Megatron-LM's table", "1.7B"): (
-        "products of a narrow model (2048) are less efficient, as the source states"
+        "matrix products of a narrow model (hidden size 2048) are less efficient, as the source "
+        "states"
     ),
     ("Efficient Large-Scale", ""): (
-        "code of 2021; a year later, 530B with full recomputation was 10 % faster (arXiv "
-        "2205.05198, baseline of table 5), which is predicted within 1 %"
+        "the published code is of 2021. A year later, 530B with full recomputation was 10 % faster "
+        "(arXiv 2205.05198, baseline of table 5), and that run is predicted within 1 %"
     ),
 }
 
@@ -454,37 +487,47 @@ def page(ratios: Sequence[Row], throughput: Sequence[Throughput]) -> str:
         INTRODUCTION,
         "## In short",
         "",
-        f"- **Ratios to 1F1B**: {_met(compared)} are within {CLOSE:.0%} of the published ones; the "
+        f"- **Ratios to 1F1B**: {_met(compared)} are within {CLOSE:.0%} of the published ones. The "
         f"median error is {_middle(compared):.1%}.",
-        f"  {in_order} of {len(columns)} setups have the published order of all schedules "
-        f"(differences below {TIE:.1%} are ties).",
+        "  A ratio is the throughput of a schedule, divided by that of 1F1B on the same ranks.",
+        f"  {in_order} of {len(columns)} setups have the published order of all schedules, where "
+        f"differences below {TIE:.1%} count as ties.",
         f"- **Throughput**: {_met(throughput)} published runs on 8 to 16,384 GPUs are met within "
-        f"{CLOSE:.0%}, {_met(held_out)} of those",
-        f"  not fitted; the median error is {_middle(throughput):.1%}.",
+        f"{CLOSE:.0%}.",
+        f"  Of the runs that were not fitted, it is {_met(held_out)}. The median error is "
+        f"{_middle(throughput):.1%}.",
         "",
         "## Throughput",
         "",
+        "Each row is one published table. The planner got the published model, GPUs, parallel",
+        "sizes and batch.",
+        "",
         *_throughput_lines(throughput),
         "",
-        "Runs on at least 2,000 GPUs, model TFLOP/s per GPU:",
+        "These are the runs on at least 2,000 GPUs. Published figures are model TFLOP/s per GPU.",
         "",
         *_large_lines(throughput),
         "",
-        "Misses:",
+        "Runs with an error above 10 %:",
         "",
         *_throughput_misses([row for row in throughput if not row.is_close]),
         "",
         "## Ratios between schedules",
         "",
+        "Each row is one published table of schedules on the same ranks. A setup is one model with",
+        "one number of ranks and microbatches.",
+        "",
         *_ratio_lines(ratios),
         "",
-        "Misses, and orders that are published but not predicted:",
+        "Ratios with an error above 10 %, and orders of schedules that are published but not "
+        "predicted:",
         "",
         *(line for miss in misses for line in _item(miss)),
         "",
         "## Times of a rank",
         "",
-        "Counted milliseconds, against profiled ones (arXiv 2401.10241, table 9):",
+        "Predicted milliseconds of one microbatch on one rank, and in parentheses their error",
+        "against profiled ones (arXiv 2401.10241, table 9, A100).",
         "",
         *profile_lines(),
         "",

@@ -1,6 +1,6 @@
 """Rows of a table from the JSON that measurements.py writes; docs/performance.md has them, too.
 
-``v-half/4`` is v-half on four ranks.
+``v-half+offload/4`` is v-half with offload on four ranks.
 """
 
 from __future__ import annotations
@@ -55,22 +55,23 @@ def _nothing(_found: dict[str, Any]) -> Iterator[Row]:
 def _queues(found: dict[str, Any]) -> Iterator[Row]:
     held_up = [name for name, answer in found.get("answers", {}).items() if answer.get("held_up")]
     if "answers" in found:
-        yield Row("", "held up while a kernel spins", ", ".join(held_up) or "nothing")
+        yield Row("", "blocked while another kernel waits", "; ".join(held_up) or "nothing")
 
 
 def _receives(found: dict[str, Any]) -> Iterator[Row]:
     for options, by_count in found.get("product_ms", {}).items():
         base = by_count["0"]
         text = ", ".join(f"{n}: {ms / base:.2f}" for n, ms in by_count.items() if base)
-        what = f"time of a product beside n receives ({found['receives']}, {options})"
+        what = f"time of a matrix product beside n receives ({found['receives']}, {options})"
         yield Row("", what, text)
     if "pinned" in found:
         pinned = found["pinned"]
-        yield Row("", "pinned memory taken, of what was asked", _ratio(pinned, "taken", "asked"))
+        what = "pinned memory that is allocated, relative to the request"
+        yield Row("", what, _ratio(pinned, "taken", "asked"))
 
 
 def _training(found: dict[str, Any]) -> Iterator[Row]:
-    of = found.get("reference", {}).get("schedule") or "Megatron"
+    of = _named(found.get("reference", {}).get("schedule") or "Megatron")
     outcomes = []
     for result in found.get("results", []):
         outcome = result.get("failed") or f"losses and weights bit-equal to {of}'s"
@@ -81,9 +82,16 @@ def _training(found: dict[str, Any]) -> Iterator[Row]:
             outcome = outcome if within else f"losses differ by up to {most:g} from {of}'s"
         elif "failed" not in result and result["differing_weights"]:
             outcome = f"{len(result['differing_weights'])} weights differ"
-        outcomes.append((f"{result['schedule']}/{result['ranks']}", outcome))
+        outcomes.append((f"{_named(result['schedule'])}/{result['ranks']}", outcome))
     for row in _grouped(outcomes):
         yield row._replace(what=f"{row.what} in {_kind(found['job'])}")
+
+
+def _named(schedule: str) -> str:
+    """Return a schedule of the results in the words of the documentation."""
+    name, *others = schedule.split("+")
+    words = {"moved": "offload", "dropped": "recomputation"}
+    return "+".join((name, *(words.get(other, other) for other in others)))
 
 
 def _grouped(outcomes: list[tuple[str, str]]) -> Iterator[Row]:
@@ -128,7 +136,7 @@ def _split(found: dict[str, Any]) -> Iterator[Row]:
         text = f"{result['implementation']} {result['ratio']:.3f} ({times})"
         by_type.setdefault(result["dtype"], []).append(text)
     for dtype, texts in by_type.items():
-        what = f"(F+B+W) / (F+BW), target {SPLIT_TARGET} (ms of F/B/W/BW) in {dtype}"
+        what = f"time of F+B+W relative to F+BW in {dtype}, target {SPLIT_TARGET} (ms of F/B/W/BW)"
         yield Row("", what, ", ".join(texts))
 
 
@@ -142,11 +150,13 @@ def _memory(found: dict[str, Any]) -> Iterator[Row]:
     if peaks:
         whole = ", whole model" if found["job"]["sizes"]["vocabulary"] else ""
         long = f", {found['job']['sizes']['seq_length']} tokens" if timed else ""
-        what = f"peak of 1F1B's, worst rank, {found['job']['implementation']}{whole}{long}"
+        layers = f"{found['job']['implementation']}{whole}{long}"
+        what = f"allocated peak of the worst rank, relative to 1F1B's, {layers}"
         yield Row("", what, ", ".join(peaks))
     if timed:
         times = [f"{name} {each['seconds_ratio']:.3f}" for name, each in found["results"].items()]
-        yield Row("", f"step of the slowest rank, of 1F1B's{long}", ", ".join(times))
+        what = f"step of the slowest rank, relative to 1F1B's{long}"
+        yield Row("", what, ", ".join(times))
 
 
 def _steps(found: dict[str, Any]) -> Iterator[Row]:
@@ -173,7 +183,7 @@ def _quantized(found: dict[str, Any]) -> Iterator[Row]:
         outcome = f"others in {', '.join(wrong)}" if wrong else "bit-equal to a whole backward's"
         outcomes.append((recipe, results[0].get("not_measured") or outcome))
     for row in _grouped(outcomes):
-        yield row._replace(what=f"gradients of W in {row.what} scaling")
+        yield row._replace(what=f"weight gradients of W, {row.what} scaling")
 
 
 def _graphs(found: dict[str, Any]) -> Iterator[Row]:
@@ -186,7 +196,7 @@ def _graphs(found: dict[str, Any]) -> Iterator[Row]:
 def _random_states(found: dict[str, Any]) -> Iterator[Row]:
     outcomes = [(name, "equal" if same else "other") for name, same in found["equal"].items()]
     for row in _grouped(outcomes):
-        yield row._replace(what=f"masks drawn again, RNG tracker {row.what}")
+        yield row._replace(what=f"dropout masks of a recomputed forward, RNG tracker {row.what}")
 
 
 def _distillation(found: dict[str, Any]) -> Iterator[Row]:

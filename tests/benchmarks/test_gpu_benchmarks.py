@@ -381,30 +381,30 @@ def test_a_table_has_what_was_measured_failed_or_had_no_time() -> None:
     from make_performance import of_gpus
 
     lines = of_gpus([MEASURED])
-    assert lines[0] == "commit abc, 2026-11-25, device 2 x H100, torch 2.9"
+    assert lines[0] == "On 2 x H100, with torch 2.9, on 2026-11-25, at commit abc."
     assert lines[4:] == [
-        "| held up while a kernel spins (queues) | a |",
-        "| time of a product beside n receives (NCCL, channels) | 0: 1.00, 4: 1.50 |",
-        "| pinned memory taken, of what was asked | 2.00 |",
+        "| blocked while another kernel waits (queues) | a |",
+        "| time of a matrix product beside n receives (NCCL, channels) | 0: 1.00, 4: 1.50 |",
+        "| pinned memory that is allocated, relative to the request | 2.00 |",
         "| failed | it took more than 3 s: x |",
         f"| v-zb/2 in {KIND} | losses and weights bit-equal to Megatron's |",
         f"| v-half/2, v-min/4 in {KIND} | 1 weights differ |",
         f"| zb-h1/2 in {KIND} | losses differ by up to 0.5 from Megatron's |",
-        "| (F+B+W) / (F+BW), target 1.02 (ms of F/B/W/BW) in bf16 | "
+        "| time of F+B+W relative to F+BW in bf16, target 1.02 (ms of F/B/W/BW) | "
         "local 1.010 (1.00/2.00/3.00/4.00), local-flash 1.010 (1.00/2.00/3.00/4.00) |",
-        "| peak of 1F1B's, worst rank, local, whole model | "
+        "| allocated peak of the worst rank, relative to 1F1B's, local, whole model | "
         "1f1b 1.000, v-min 0.510 (target 0.54) |",
         "| v-zb: a step on 2 ranks | 500.0 ms, 0.900 of Megatron's 1F1B, 2.00 GiB at most |",
         "| v-half | failed: no |",
-        "| gradients of W in delayed, blockwise scaling | bit-equal to a whole backward's |",
-        "| gradients of W in current scaling | others in GroupedLinear |",
-        "| gradients of W in mxfp8 scaling | an older GPU |",
+        "| weight gradients of W, delayed, blockwise scaling | bit-equal to a whole backward's |",
+        "| weight gradients of W, current scaling | others in GroupedLinear |",
+        "| weight gradients of W, mxfp8 scaling | an older GPU |",
         "| v-half/2 in bf16 | steps replayed from CUDA graphs not equal to steps without |",
         "| pretrain_gpt.py, 4 ranks: a (v-half, v-zb) | equal losses |",
         "| pretrain_gpt.py, 4 ranks: b (Megatron's own) | not shown: no kernel |",
         "| pretrain_gpt.py, 4 ranks: c (v-zb) | OTHER LOSSES |",
-        "| masks drawn again, RNG tracker a | equal |",
-        "| masks drawn again, RNG tracker b | other |",
+        "| dropout masks of a recomputed forward, RNG tracker a | equal |",
+        "| dropout masks of a recomputed forward, RNG tracker b | other |",
         "| not measured | no time was left |",
     ]
     assert len(of_gpus([])) == 1

@@ -185,7 +185,7 @@ def test_tables_are_made_from_the_results() -> None:
     assert "| 0.5 | 10.00% | 15.00% | - |" in lines
     said = " ".join(lines)
     for each in (
-        "serves 2 of 3 cells; in 1 of them no published schedule fits",
+        "finds an order in 2 of 3 cells; in 1 of them no published schedule fits",
         "slower than the best published one in 0 cells",
         "the best of torch in 4 (median gain 0.50%)",
         "faster in 5 of 6 cells",
