@@ -225,8 +225,9 @@ def _overheads(row: Prediction) -> str | None:
     if found is None:
         return None
     said = (
-        f"{row.candidate}: while a rank computes, {found.waiting:.2f} NCCL kernels wait for a "
-        "message on average and occupy thread blocks; no time of the table counts that"
+        f"{row.candidate}: on average, {found.waiting:.2f} NCCL kernels for messages wait on a GPU "
+        "while it computes; what they take from the computation has not been measured, and is not "
+        "in the times above"
     )
     if found.exposed:
         said += (

@@ -76,7 +76,7 @@ def test_a_table_names_the_overheads_of_its_first_row(tensor: int) -> None:
     printed = console.export_text()
     beside = overheads(first)
     assert beside is not None
-    assert f"while a rank computes, {beside.waiting:.2f} NCCL kernels wait" in printed
+    assert f"zb-h1: on average, {beside.waiting:.2f} NCCL kernels for messages wait" in printed
     assert (f"a split backward cannot: they are {beside.exposed:.1%}" in printed) is (tensor == 2)
     row = table.as_json(found)["ranked"][0]
     assert row["waiting_kernels"] == beside.waiting
