@@ -189,4 +189,3 @@ def _with_progress(
         for text in documents:
             yield text
             progress.advance(task, len(text))
-

@@ -1,7 +1,8 @@
 """Train a small GPT on 4 CPU ranks with Megatron's own schedule and with four of this package.
 
-Run as `megatron-zb quickstart`. Megatron's own goes first; the others must have its losses, bit for bit, and its gradient norms in every iteration. Bubbles are shown by steps of the
-same programs whose stages sleep, since ranks that share cores fill one another's bubbles.
+Run as `megatron-zb quickstart`. Megatron's own goes first; the others must have its losses, bit for
+bit, and its gradient norms in every iteration. Bubbles are shown by steps of the same programs
+whose stages sleep, since ranks that share cores fill one another's bubbles.
 """
 
 from __future__ import annotations

@@ -133,8 +133,7 @@ train() { two_iterations megatron_zb.pretrain_gpt --vocab-size 256; }
 
 launch() {
     two_iterations megatron_zb.launch "$MEGATRON_LM_PATH/pretrain_gpt.py" --max-position-embeddings 64 \
-        --tokenizer-type NullTokenizer --vocab-size 256 --transformer-impl local --no-persist-layer-norm \
-        --no-gradient-accumulation-fusion --no-masked-softmax-fusion --eval-iters 0 --eval-interval 1000
+        --tokenizer-type NullTokenizer --vocab-size 256 --split 90,5,5 --eval-iters 1 --eval-interval 1000
 }
 
 step "release notes" write_notes
