@@ -148,7 +148,7 @@ def _quickstart(arguments: argparse.Namespace, console: Console) -> None:
 def _text(prefix: Path, console: Console) -> str:
     """Return the prefix of the standard library as a data set, which an earlier run may have."""
     if not Path(f"{prefix}.idx").is_file():
-        console.print(prepare_library(prefix), highlight=False)
+        console.print(prepare_library(prefix), highlight=False, soft_wrap=True)
     return str(prefix)
 
 

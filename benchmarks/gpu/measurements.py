@@ -168,9 +168,9 @@ _TRAINING_ON_EACH = Measurement(
 _STEP_TIMES = Measurement(
     "step_times",
     "gpu/step_times.py",
-    "--total-seconds 340",
+    "--total-seconds 320",
     360,
-    f"{_TINY_TRAINING} --steps 2 --microbatches 4 --layers-per-rank 4 --total-seconds 340",
+    f"{_TINY_TRAINING} --steps 2 --microbatches 4 --layers-per-rank 4 --total-seconds 320",
     gpus=2,
     alone=True,
 )

@@ -228,7 +228,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME")
     parser.add_argument("--layers-per-rank", type=positive, default=8, metavar="N")
     parser.add_argument("--microbatches", type=positive, metavar="N", help="(default 4 per rank)")
-    parser.add_argument("--steps", type=positive, default=5, metavar="N", help="(default 5)")
+    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="(default 3)")
     parser.add_argument("--vocabulary", type=positive, default=32000, metavar="N")
     layer_sizes.add_options(parser, SIZES, SIZES)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="(default bf16)")

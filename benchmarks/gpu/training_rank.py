@@ -141,7 +141,8 @@ def train(job: Job, rank: int) -> dict[str, Any]:
     timing = _Timing(job, adapter, models) if job.timed else None
     function = adapter.forward_backward_func if adapter else get_forward_backward_func()
     for step in range(job.steps + (0 if timing is None else timing.untimed)):
-        data = [_batches(job, step) for _ in models]
+        # a copy to the GPU waits for all work before it, so none is made within a step
+        data = [iter([*_batches(job, step)]) for _ in models]
         if timing is not None:
             timing.begin()
         begin = time.perf_counter()
