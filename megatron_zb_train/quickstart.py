@@ -1,8 +1,8 @@
 """Train a small GPT on 4 CPU ranks with Megatron's own schedule and with four of this package.
 
-Run as `python -m megatron_zb.cli.quickstart`. Megatron's own goes first; the others must have its
-losses, bit for bit, and its gradient norms in every iteration. Bubbles are shown by steps of the
-same programs whose stages sleep, since ranks that share cores fill one another's bubbles.
+Run as `megatron-zb quickstart`. Megatron's own goes first; the others must have its losses, bit for
+bit, and its gradient norms in every iteration. Bubbles are shown by steps of the same programs
+whose stages sleep, since ranks that share cores fill one another's bubbles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from megatron_zb import files, schedules
 from megatron_zb.cli.ending import ended
 from megatron_zb.drawing.pictures import save_picture
 from megatron_zb.errors import UsageError
-from megatron_zb.parsing import Parser, positive
+from megatron_zb.parsing import Parser
+from megatron_zb_train.cli import add_arguments
+from megatron_zb_train.prepare_text import prepare_library
 from megatron_zb_train.watched_run import NewRecords, Record, RunFailed, run
 
 UPSTREAM = "upstream"
@@ -32,7 +34,6 @@ SCHEDULES = ("v-half", "v-min", "v-zb", "zb-h1")
 PIPELINE_SIZE = 4
 NUM_MICROBATCHES = 8
 MICRO_BATCH_SIZE = 2
-TRAIN_ITERATIONS = 36
 
 TRAINING_ARGUMENTS = {
     "--pipeline-model-parallel-size": PIPELINE_SIZE,
@@ -94,11 +95,15 @@ class SleepingStep:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run everything; return 0 if all results are as required, 1 if not, 2 after a UsageError."""
-    return ended("quickstart", lambda: _run(argv))
+    return ended("quickstart", lambda: run_quickstart(_parser().parse_args(argv)))
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    arguments = _parser().parse_args(argv)
+def run_quickstart(arguments: argparse.Namespace) -> int:
+    """Run everything; return 0 if all results are as required, 1 if not.
+
+    Raises:
+        UsageError: an error that the user can correct.
+    """
     try:
         _quickstart(arguments, Console())
     except (QuickstartFailure, RunFailed) as error:
@@ -109,42 +114,27 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m megatron_zb.cli.quickstart", description=__doc__)
-    parser.add_argument(
-        "--data-path",
-        required=True,
-        metavar="PREFIX",
-        help="PREFIX.bin and PREFIX.idx, as scripts/prepare_text.py writes them",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs/quickstart"),
-        metavar="DIR",
-        help="where logs, pictures and summary.json go (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--train-iters",
-        type=positive,
-        default=TRAIN_ITERATIONS,
-        metavar="N",
-        help="iterations of each run (default: %(default)s)",
-    )
+    add_arguments(parser)
     return parser
 
 
 def _quickstart(arguments: argparse.Namespace, console: Console) -> None:
-    if not Path(f"{arguments.data_path}.idx").is_file():
+    data_path = arguments.data_path
+    if data_path is not None and not Path(f"{data_path}.idx").is_file():
         raise UsageError(
-            f"there is no {arguments.data_path}.idx: make it with scripts/prepare_text.py "
-            f"--output-prefix {arguments.data_path}"
+            f"there is no {data_path}.idx: make it with scripts/prepare_text.py "
+            f"--output-prefix {data_path}, or leave --data-path out"
         )
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output {arguments.output} cannot be made: {error.strerror}") from error
-    results = {}
     for name in (UPSTREAM, *SCHEDULES):
         _draw(name, arguments.output / f"{name}.png")
+    if data_path is None:
+        arguments.data_path = _text(arguments.output / "text", console)
+    results = {}
+    for name in (UPSTREAM, *SCHEDULES):
         results[name] = _train(name, arguments, console)
     console.print(table(results))
     console.print(why_times_tell_little(_cores()), highlight=False)
@@ -153,6 +143,13 @@ def _quickstart(arguments: argparse.Namespace, console: Console) -> None:
     _write_summary(results, steps, arguments.output / "summary.json")
     console.print(f"pictures, logs and summary.json are in {arguments.output}", highlight=False)
     check(results)
+
+
+def _text(prefix: Path, console: Console) -> str:
+    """Return the prefix of the standard library as a data set, which an earlier run may have."""
+    if not Path(f"{prefix}.idx").is_file():
+        console.print(prepare_library(prefix), highlight=False, soft_wrap=True)
+    return str(prefix)
 
 
 def _draw(name: str, path: Path) -> None:

@@ -14,9 +14,11 @@ Measures this package on a machine with one or more GPUs, in at most ten minutes
      there are several GPUs, and on one GPU with messages through the memory of the host
   4. F, B, W and BW of one real layer, Megatron's and Transformer-Engine's: (F+B+W) / (F+BW)
   5. the allocated peak of every rank under v-zb, v-half and v-min, as a share of 1F1B's
-  6. on several GPUs, the step times of Megatron's 1F1B and interleaved schedules, zb-h1, v-zb and v-half
+  6. on 2 to 8 GPUs, with a model that fills them: tokens per second, the allocated peak and the bubble, from
+     the recorded passes, of Megatron's 1F1B, its interleaved schedule with the fastest of 2, 4, ... chunks,
+     v-half, v-zb, zb-h1, and auto in the memory of 1F1B; beside each what megatron-zb plan predicts
 
-It prints one table and writes one JSON file, without names of hosts and folders. A part that fails
+It prints a table, another one to paste for part 6, and writes one JSON file, without names of hosts and folders. A part that fails
 leaves the others alone; what no time is left for is "not measured". Attach the file to an issue or a
 discussion of this repository: docs/performance.md has a row for each machine.
 
@@ -27,7 +29,7 @@ options:
   --output FILE      the JSON file (default gpu_check.json)
   --python COMMAND   the Python to use (default: that of .venv if there is one, else python3)
   --carried FOLDER   what benchmarks/gpu/run_all.sh --pack has made
-  --cpu              tiny sizes on a CPU instead: says whether all this works, and nothing about a GPU
+  --cpu              tiny sizes on CPU ranks instead: says whether all this works, and nothing about a GPU
   -h, --help         this text
 
 Ends with exit status 0 if nothing failed, 1 if something did, 2 when nothing could be started.

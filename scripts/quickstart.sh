@@ -16,12 +16,12 @@ v-min, v-zb and zb-h1, and compares losses, gradient norms and activation memory
   1. makes a virtual environment (.venv with Python 3.11, .venv-3.12 with 3.12) and installs the
      package with the pinned versions of constraints/; skipped when that has been done and nothing has
      changed since
-  2. turns the source code of Python's standard library into a data set, runs/quickstart/text
-  3. trains 5 times, about a minute each
-  4. times steps of the same schedules whose stages sleep, half a minute: ranks that share cores fill
+  2. runs megatron-zb quickstart, which an installed package has, too. It turns the source code of
+     Python's standard library into a data set, DIR/text, and trains 5 times, about a minute each. Then it
+     times steps of the same schedules whose stages sleep, half a minute: ranks that share cores fill
      one another's bubbles, ranks that sleep do not
 
-Pictures of the schedules, logs and summary.json are written to runs/quickstart.
+Pictures of the schedules, logs and summary.json are written to DIR.
 
 options:
   --python VERSION   3.11 or 3.12; without it, the first of them that is on this machine
@@ -52,11 +52,4 @@ if [[ -z ${version+given} ]]; then version=$(choose_python); fi
 venv=$(environment_name "$version")
 ensure_environment "$venv" "$version" plots,fast,megatron-lm
 
-text=runs/quickstart/text
-if [[ ! -f $text.idx ]]; then
-    say "preparing the text to train on"
-    "$venv/bin/python" scripts/prepare_text.py --output-prefix "$text"
-fi
-
-say "training with upstream Megatron, then with four schedules"
-exec "$venv/bin/python" -m megatron_zb.cli.quickstart --data-path "$text" ${arguments[@]+"${arguments[@]}"}
+exec "$venv/bin/python" -m megatron_zb.cli quickstart ${arguments[@]+"${arguments[@]}"}

@@ -168,10 +168,11 @@ _TRAINING_ON_EACH = Measurement(
 _STEP_TIMES = Measurement(
     "step_times",
     "gpu/step_times.py",
-    "",
-    220,
-    f"{_TINY_TRAINING} --steps 2 --microbatches 4",
+    "--total-seconds 320",
+    360,
+    f"{_TINY_TRAINING} --steps 2 --microbatches 4 --layers-per-rank 4 --total-seconds 320",
     gpus=2,
+    alone=True,
 )
 
 # What decides how a program is lowered comes first, what is only slow last.
@@ -277,6 +278,7 @@ CHECK = [
     _queues(8, "LAZY"),
     _WAITING_RECEIVE,
     _TRAINING_ON_EACH,
+    _STEP_TIMES,
     _training(
         "LAZY",
         "--ranks 2 --schedules v-half v-zb zb-h1 --seconds 40",
@@ -285,7 +287,6 @@ CHECK = [
     ),
     _SPLIT_BACKWARD,
     Measurement("rank_memory", "rank_memory.py", "--schedules v-zb v-half v-min", 120, _TINY_RANKS),
-    _STEP_TIMES,
     _QUANTIZED,
     _TE_MEMORY,
 ]
@@ -328,6 +329,8 @@ def _print_table(results: dict[str, Any]) -> None:
     for row in report.rows(results):
         table.add_row(*row)
     Console(width=110).print(table)
+    for line in report.to_paste(results):
+        print(line)
 
 
 def _arguments() -> argparse.Namespace:
@@ -361,7 +364,8 @@ def _problem(args: argparse.Namespace) -> str | None:
     import torch
 
     if args.device == "cuda" and not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no GPU here: --device cpu tries it out without one"
+        flag = "--cpu" if args.called == "gpu_check.sh" else "--device cpu"
+        return f"torch {torch.__version__} sees no GPU here: {flag} tries it out without one"
     return None
 
 

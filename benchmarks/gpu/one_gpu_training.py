@@ -57,6 +57,8 @@ class Trained:
     step_seconds: list[float]
     peak_bytes: int | None = None
     slices: int | None = None
+    bubbles: tuple[float, ...] = ()
+    """Of the timed steps: the share of the pipeline's time in which a rank runs no pass."""
 
 
 class Failed(Exception):
@@ -248,7 +250,7 @@ def train(job: Job, seconds: float) -> Trained:
 def _started(job: Job, rank: int, folder: Path) -> subprocess.Popen[bytes]:
     environment = {
         "GLOO_SOCKET_IFNAME": "lo",
-        **one_device.REPEATABLE,
+        **({} if job.timed else one_device.REPEATABLE),
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         **os.environ,
@@ -295,7 +297,17 @@ def _together(found: list[dict[str, Any]]) -> Trained:
         weights={name: digest for f in found for name, digest in f["weights"].items()},
         step_seconds=[max(s) for s in zip(*(f["step_seconds"] for f in found), strict=True)],
         peak_bytes=max((f["peak_bytes"] for f in found if f["peak_bytes"]), default=None),
+        bubbles=_bubbles(found),
     )
+
+
+def _bubbles(found: list[dict[str, Any]]) -> tuple[float, ...]:
+    """The bubble of every timed step, which all ranks begin at once."""
+    if "busy_seconds" not in found[0]:
+        return ()
+    busy = zip(*(f["busy_seconds"] for f in found), strict=True)
+    whole = zip(*(f["pipeline_seconds"] for f in found), strict=True)
+    return tuple(1 - sum(b) / len(b) / max(w) for b, w in zip(busy, whole, strict=True))
 
 
 if __name__ == "__main__":

@@ -161,8 +161,9 @@ def _memory(found: dict[str, Any]) -> Iterator[Row]:
 
 def _steps(found: dict[str, Any]) -> Iterator[Row]:
     for name, result in found.get("results", {}).items():
-        if "failed" in result:
-            yield Row("", name, f"failed: {result['failed']}")
+        if "step_seconds" not in result:
+            reason = result.get("not_measured") or f"failed: {result['failed']}"
+            yield Row("", name, "out of memory" if result.get("out_of_memory") else reason)
             continue
         peak = result.get("peak_bytes")
         text = f"{1000 * result['step_seconds']:.1f} ms"
@@ -170,7 +171,54 @@ def _steps(found: dict[str, Any]) -> Iterator[Row]:
             text += f", {result['of_megatron']:.3f} of Megatron's 1F1B"
         if peak:
             text += f", {peak / 2**30:.2f} GiB at most"
-        yield Row("", f"{name}: a step on {found['ranks']} ranks", text)
+        if "bubble" in result:
+            text += f", bubble {result['bubble']:.1%}"
+        if "of_megatron" in result.get("plan", {}):
+            text += f"; planned {result['plan']['of_megatron']:.3f} of Megatron's 1F1B"
+        chunks = f" ×{result['chunks']}" if "chunks" in result else ""
+        yield Row("", f"{name}{chunks}: a step on {found['ranks']} ranks", text)
+
+
+_HEADS = ("tokens/s", "of 1F1B's step", "peak GiB", "bubble")
+
+
+def to_paste(results: dict[str, Any]) -> list[str]:
+    """Return the schedules beside the plan as a table in Markdown, with a line about the model."""
+    answer = results["measurements"].get("step_times", {})
+    found = answer.get("found", answer)
+    if not found.get("results"):
+        return []
+    sizes, gpu = found["sizes"], results["machine"].get("gpu")
+    where = f"{found['ranks']} x {gpu}" if gpu else f"{found['ranks']} CPU ranks"
+    lines = [
+        f"{where}: {found['layers']} layers of hidden size {sizes['hidden']}, "
+        f"{found['microbatches']} microbatches of {sizes['seq_length']} tokens, "
+        f"{found['implementation']} layers; the plan is for {found['planned_for']}.",
+        *([] if gpu else ["A CPU's times and bubbles say nothing; its bytes are those saved."]),
+        "",
+        "| " + " | ".join(["schedule", *_HEADS, *(f"plan: {head}" for head in _HEADS)]) + " |",
+        "|---|" + "---:|" * (2 * len(_HEADS)),
+    ]
+    for name, result in found["results"].items():
+        chunks = f" ×{result['chunks']}" if "chunks" in result else ""
+        cells = [*_figures(result), *_figures(result.get("plan", {}))]
+        lines.append(f"| {name}{chunks} | {' | '.join(cells)} |")
+    return lines
+
+
+def _figures(result: dict[str, Any]) -> Iterator[str]:
+    """Yield the cells of a run or a plan: in place of the first, why there are none."""
+    if "step_seconds" not in result:
+        memory = "out of memory" if result.get("out_of_memory") else None
+        why = ("not_measured", "not_predicted", "failed")
+        yield memory or next((result[key] for key in why if key in result), "not measured")
+        yield from [""] * (len(_HEADS) - 1)
+        return
+    yield f"{result['tokens_per_second']:.0f}"
+    yield f"{result['of_megatron']:.3f}" if "of_megatron" in result else ""
+    peak = result.get("peak_bytes")
+    yield f"{peak / 2**30:.3g}" if peak else ""
+    yield f"{result['bubble']:.1%}"
 
 
 def _quantized(found: dict[str, Any]) -> Iterator[Row]:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,8 +24,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from layer_sizes import LOCAL, LayerSizes
-from one_device import DTYPES
+from one_device import DTYPES, SavedMeter
 
+INTERLEAVED = "megatron-interleaved"
 SEED = 7
 LEARNING_RATE = 0.1
 
@@ -36,14 +38,16 @@ class Job:
     """One training, the same on all its ranks.
 
     Without a ``schedule`` it is Megatron's own, on one rank; ``megatron`` and
-    ``megatron-interleaved`` are Megatron's own on all ranks; ``v-half+moved`` is v-half in less
-    memory, with activations that move to the host, and ``v-half+dropped`` with activations that
-    are computed again; ``v-half+4slices`` cuts every microbatch into 4 token slices.
+    ``megatron-interleaved+4chunks`` are Megatron's own on all ranks; ``v-half+moved`` is v-half in
+    less memory, with activations that move to the host, and ``v-half+dropped`` with activations
+    that are computed again; ``v-half+4slices`` cuts every microbatch into 4 token slices.
     ``host_memory`` sends messages as ranks of one GPU must. After
     ``stacks_after_seconds`` a rank prints where its threads are. With ``device_each``, each rank
     has a GPU; else all have the first one. With ``nccl``, messages go over NCCL, else over gloo.
     ``fp8`` is Megatron's name of an fp8 recipe. With ``experts``, every MLP is one of so many
-    experts. With ``unequal``, microbatches have other lengths than each other.
+    experts. With ``unequal``, microbatches have other lengths than each other. ``timed`` trains as
+    users do, with Adam, and measures ``steps`` after those that warm up or profile; weights are not
+    compared.
     """
 
     ranks: int
@@ -63,6 +67,7 @@ class Job:
     experts: int | None = None
     nccl: bool = False
     unequal: bool = False
+    timed: bool = False
 
     def length(self, microbatch: int) -> int:
         """Tokens of a microbatch: an eighth to all of the sequence length."""
@@ -77,8 +82,14 @@ class Job:
 
     @property
     def chunks_of_megatron(self) -> int:
-        """Chunks per rank of Megatron's own schedule."""
-        return 2 if self.schedule == "megatron-interleaved" else 1
+        """Chunks per rank of Megatron's own schedule, as ``+4chunks`` asks for them."""
+        chunks = (self.schedule or "").partition(f"{INTERLEAVED}+")[2]
+        return int(chunks.removesuffix("chunks")) if chunks else 1
+
+    @property
+    def measures_itself(self) -> bool:
+        """Whether the schedule is built anew for what the first steps have measured."""
+        return self.timed and self.schedule == "auto"
 
     @classmethod
     def of_text(cls, text: str) -> Job:
@@ -127,27 +138,100 @@ def train(job: Job, rank: int) -> dict[str, Any]:
     _make_parallel_groups(job, adapter)
     chunks = _build_chunks(job, adapter, rank)
     models = [gpt_layers.with_main_grads(chunk) for chunk in chunks]
+    timing = _Timing(job, adapter, models) if job.timed else None
     function = adapter.forward_backward_func if adapter else get_forward_backward_func()
-    for step in range(job.steps):
+    for step in range(job.steps + (0 if timing is None else timing.untimed)):
+        # a copy to the GPU waits for all work before it, so none is made within a step
+        data = [iter([*_batches(job, step)]) for _ in models]
+        if timing is not None:
+            timing.begin()
         begin = time.perf_counter()
-        data = [_batches(job, step) for _ in models]
-        records = function(
-            forward_step_func=partial(_forward_step, job),
-            data_iterator=data if len(models) > 1 else data[0],
-            model=models if len(models) > 1 else models[0],
-            num_microbatches=job.microbatches,
-            seq_length=job.sizes.seq_length,
-            micro_batch_size=job.sizes.micro_batch_size,
-        )
-        _update(models)
+        with nullcontext() if timing is None else timing.counting(step):
+            records = function(
+                forward_step_func=partial(_forward_step, job),
+                data_iterator=data if len(models) > 1 else data[0],
+                model=models if len(models) > 1 else models[0],
+                num_microbatches=job.microbatches,
+                seq_length=job.sizes.seq_length,
+                micro_batch_size=job.sizes.micro_batch_size,
+            )
+        if timing is None:
+            _update(models)
+        else:
+            timing.update()
         losses.append([float(record["loss"]) for record in records])
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
+        if timing is not None:
+            timing.end()
     if adapter is not None:
         adapter.forward_backward_func.close()
     peak = torch.cuda.max_memory_allocated() if job.device == "cuda" else None
-    weights = _digests(chunks)
-    return {"losses": losses, "step_seconds": seconds, "weights": weights, "peak_bytes": peak}
+    found = {"losses": losses, "step_seconds": seconds, "weights": {}, "peak_bytes": peak}
+    return {**found, "weights": _digests(chunks)} if timing is None else timing.added_to(found)
+
+
+class _Timing:
+    """What a timed training has besides: an optimizer, and the time in which passes run.
+
+    On a CPU, which has no allocator to ask, the bytes that the first step saves for the backward
+    stand in for the peak.
+    """
+
+    def __init__(self, job: Job, adapter: Any, models: list[Any]) -> None:
+        from busy_time import BusyTime
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        from megatron_zb.megatron_core.profiling import iterations_of
+
+        self.untimed = 1 + (iterations_of(adapter.schedule) if job.measures_itself else 0)
+        self._busy = BusyTime(job.device == "cuda")
+        if adapter is None:
+            self._busy.observe_megatron()
+        else:
+            if job.measures_itself:
+                adapter.profile(None, None)
+            adapter.forward_backward_func.add(self._busy)
+        self._saved: SavedMeter | None = None
+        if job.device == "cpu":
+            self._saved = SavedMeter([weight for model in models for weight in model.parameters()])
+            if adapter is not None:
+                adapter.track(self._saved.activation_memory)
+        dtype = DTYPES[job.dtype]
+        config = OptimizerConfig(
+            optimizer="adam", lr=1e-4, bf16=dtype is torch.bfloat16, params_dtype=dtype
+        )
+        self._models = models
+        self._optimizer = get_megatron_optimizer(config, models, use_gloo_process_groups=False)
+        self._seconds: list[tuple[float, float]] = []
+
+    def begin(self) -> None:
+        """Begin a step on all ranks at once."""
+        for model in self._models:
+            model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        dist.barrier()
+        torch.cuda.synchronize()
+        self._busy.begin()
+
+    def counting(self, step: int) -> AbstractContextManager[Any]:
+        """Return the context of a step's passes: on a CPU, it counts bytes in the first one."""
+        return nullcontext() if self._saved is None or step else self._saved.watching()
+
+    def update(self) -> None:
+        self._optimizer.step()
+
+    def end(self) -> None:
+        self._seconds.append(self._busy.seconds())
+
+    def added_to(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Return what was found in the timed steps, with the seconds of passes."""
+        busy, pipeline = zip(*self._seconds[self.untimed :], strict=True)
+        seconds = found["step_seconds"][self.untimed :]
+        more: dict[str, Any] = {"busy_seconds": busy, "pipeline_seconds": pipeline}
+        if self._saved is not None:
+            more["peak_bytes"] = self._saved.peak_bytes
+        return {**found, "step_seconds": seconds, **more}
 
 
 def _adapter(job: Job, losses: list[list[float]]) -> Any:
@@ -170,7 +254,7 @@ def _adapter(job: Job, losses: list[list[float]]) -> Any:
     adapter = PipelineAdapter.create(
         ScheduleSettings(
             pipeline_schedule=name,
-            pipeline_memory_limit=0.55 if way in ("dropped", "moved") else None,
+            pipeline_memory_limit=_memory_limit(job, way),
             pipeline_recompute="auto" if way == "dropped" else None,
             pipeline_offload="auto" if way == "moved" else None,
             pipeline_slices=Slicing.equal(job.slices) if job.slices else None,
@@ -186,6 +270,13 @@ def _adapter(job: Job, losses: list[list[float]]) -> Any:
     if job.dropout:
         adapter.draw_by_layer(SEED, lambda: len(losses))
     return adapter
+
+
+def _memory_limit(job: Job, way: str) -> float | None:
+    """A share of 1F1B's activations: all of them for ``auto`` that measures itself."""
+    if job.measures_itself:
+        return 1.0
+    return 0.55 if way in ("dropped", "moved") else None
 
 
 def _make_parallel_groups(job: Job, adapter: Any) -> None:
@@ -224,6 +315,8 @@ def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
         more |= {"fp8": "hybrid", "fp8_recipe": job.fp8}
     if job.experts is not None:
         more |= gpt_layers.of_experts(job.implementation, job.experts, job.sizes.ffn_hidden)
+    if job.chunks_of_megatron > 1:  # as Megatron-LM has it by default
+        more |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if job.unequal:
         more |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     config = gpt_layers.configuration(
@@ -256,7 +349,8 @@ def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
         )
         for chunk in range(count)
     ]
-    initialise_by_global_name(chunks, config, SEED)
+    if not job.timed:
+        initialise_by_global_name(chunks, config, SEED)
     if adapter is not None:
         adapter.prepare_model(chunks)
     return chunks

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron_zb.schedules import Timeline
 
 # Packages that may be installed, each with a module `cli`: a WithCommands, an Extension.
-_WITH_COMMANDS = ("megatron_zb_plan",)
+_WITH_COMMANDS = ("megatron_zb_plan", "megatron_zb_train")
 _WITH_SCHEDULES = ("megatron_zb_distill",)
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

@@ -26,7 +26,10 @@ RUN_ALL = BENCHMARKS / "gpu" / "run_all.sh"
 sys.path.append(str(BENCHMARKS / "gpu"))
 import measurements  # noqa: E402
 import one_gpu_training  # noqa: E402
+import planned  # noqa: E402
 import queues  # noqa: E402
+import report  # noqa: E402
+import step_times  # noqa: E402
 from training_rank import Job  # noqa: E402
 
 SIZES = LayerSizes(
@@ -256,7 +259,7 @@ def test_the_check_of_gpus_refuses_in_one_sentence() -> None:
     for words, sentence in (
         (["--fast"], "--fast is not an option of this script, see --help"),
         (["--output"], "--output needs a value, see --help"),
-        (["--python", sys.executable], "--device cpu tries it out without one"),
+        (["--python", sys.executable], "sees no GPU here: --cpu tries it out without one"),
     ):
         if words[0] == "--python" and torch.cuda.is_available():
             continue
@@ -371,6 +374,61 @@ MEASURED: dict[str, Any] = {
         "late": {"not_measured": "no time was left"},
     },
 }
+
+
+PLANNED = {"step_seconds": 0.4, "tokens_per_second": 5.0, "bubble": 0.05, "peak_bytes": 2**30}
+STEPS: dict[str, Any] = {
+    "benchmark": "step_times",
+    "ranks": 2,
+    "layers": 16,
+    "microbatches": 8,
+    "implementation": "local",
+    "planned_for": "H100 SXM",
+    "sizes": {"hidden": 2048, "seq_length": 4096},
+    "results": {
+        "megatron": {**PLANNED, "step_seconds": 0.5, "of_megatron": 1.0, "plan": PLANNED},
+        "megatron-interleaved": {**PLANNED, "chunks": 4, "plan": {"not_predicted": "no time"}},
+        "v-zb": {"failed": "a rank ended", "out_of_memory": True},
+        "auto": {"not_measured": "no time was left"},
+    },
+}
+
+
+def test_a_table_to_paste_has_each_schedule_beside_its_plan() -> None:
+    measured = {"machine": {"gpu": "H100"}, "measurements": {"step_times": STEPS}}
+    first, *table = report.to_paste(measured)
+    assert first.startswith("2 x H100: 16 layers of hidden size 2048, 8 microbatches of 4096 tok")
+    assert table[3:] == [
+        "| megatron | 5 | 1.000 | 1 | 5.0% | 5 |  | 1 | 5.0% |",
+        "| megatron-interleaved ×4 | 5 |  | 1 | 5.0% | no time |  |  |  |",
+        "| v-zb | out of memory |  |  |  | not measured |  |  |  |",
+        "| auto | no time was left |  |  |  | not measured |  |  |  |",
+    ]
+    assert report.to_paste({"machine": {}, "measurements": {}}) == []
+    rows = [(row.what, row.measured) for row in report.rows(measured) if row.part == "step_times"]
+    assert rows[1] == (
+        "megatron-interleaved ×4: a step on 2 ranks",
+        "400.0 ms, 1.00 GiB at most, bubble 5.0%",
+    )
+    assert rows[2:] == [("v-zb", "out of memory"), ("auto", "no time was left")]
+
+
+def test_the_model_of_the_check_fills_the_gpu() -> None:
+    """By the count of the plan, with room for Megatron's interleaved schedule."""
+    for gpu, memory, ranks in (("NVIDIA H100 80GB HBM3", 80, 8), ("NVIDIA B200", 180, 2)):
+        device = planned.device_of(gpu, memory * 2**30)
+        assert device is not None
+        training = planned.PlannedTraining(step_times.SIZES, 8 * ranks, ranks, 4 * ranks, device)
+        training = replace(training, sizes=replace(training.sizes, vocabulary=32000))
+        sizes = next(planned.largest_first(training))
+        largest = replace(training, sizes=sizes)
+        assert 0.6 < largest.bytes_of_1f1b / device.memory_bytes < 0.75
+        two = largest.prediction("megatron-interleaved+2chunks")
+        assert two.memory.total < device.memory_bytes
+        assert sizes.hidden % sizes.heads == 0
+    assert planned.device_of("Some other GPU") is None
+    assert planned.chunk_counts(8) == [2, 4, 8]
+    assert planned.chunk_counts(6) == [2]
 
 
 KIND = "fp8 delayed TE experts dropout"
@@ -627,6 +685,31 @@ def test_one_bit_of_a_loss_or_a_weight_is_a_problem(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(one_gpu_training, "train", lambda job, seconds, found=found: found)
         said = one_gpu_training._problem(one_gpu_training._compare(job, expected, 3))
         assert said == (problem and f"v-zb on 4 ranks: {problem}")
+
+
+def test_steps_are_timed_beside_megatrons_own_and_the_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With real trainings, of which a CPU says that they run."""
+    monkeypatch.setattr(one_gpu_training, "_started", ForkedRank)
+    sizes = "--layers-per-rank 2 --microbatches 4 --steps 2 --seconds 250 --total-seconds 1000"
+    schedules = "--schedules megatron megatron-interleaved auto"
+    monkeypatch.setattr(sys, "argv", ["x", *f"{TINY} {sizes} {schedules} --dtype fp32".split()])
+    step_times.main()
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    results = line["results"]
+    assert list(results) == ["megatron", "megatron-interleaved", "auto"]
+    for name, result in results.items():
+        assert "failed" not in result, (name, result)
+        for figures in (result, result["plan"]):
+            assert figures["tokens_per_second"] == pytest.approx(64 / figures["step_seconds"])
+            assert 0 < figures["bubble"] < 1
+            assert figures["peak_bytes"] > 0
+            assert figures["of_megatron"] > 0
+        assert result["steps"] == 2
+    assert results["megatron-interleaved"]["chunks"] == 2
+    assert results["megatron-interleaved"]["tried"].keys() == {"2"}
+    assert results["auto"]["peak_bytes"] <= 1.1 * results["megatron"]["peak_bytes"]
 
 
 def exchanged() -> tuple[list[float], int]:

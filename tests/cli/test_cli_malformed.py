@@ -181,8 +181,8 @@ def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- megatron-zb
 
 SHOW = """
- | COMMAND is missing: give one of show, export, plan, flags, trace, check, verify, doctor
-shw | give one of show, export, plan, flags, trace, check, verify, doctor (did you mean show?)
+ | COMMAND is missing: give one of show, export, plan, flags, quickstart, trace, check,
+shw | flags, quickstart, trace, check, verify, doctor (did you mean show?)
 --verson | COMMAND is missing: give one of show
 show | no schedule was asked for: give NAME, such as v-half, or --csv FILE
 show v-half | v-half needs --pipeline-size P and --num-microbatches M
@@ -653,7 +653,6 @@ sparse.yaml | 'sparse.yaml' cannot be read as Python: [Errno 27] it is larger th
 old/pretrain_gpt.py | has version 0.12.0, which is older than all that are known here
 """
 MODULES = """
-quickstart  | --data-path is missing: give --data-path PREFIX
 quickstart --data-path nowhere | make it with scripts/prepare_text.py --output-prefix nowhere
 quickstart --data-path x --train-iters 0 | '0' is not a whole number of 1 or more
 quickstart --data-path x --train-iters x | 'x' is not a whole number of 1 or more
@@ -705,6 +704,9 @@ quickstart.sh --python 2.7 | there is no constraints/py27.txt
 quickstart.sh --bogus | unknown argument '--bogus': --help lists what there is
 quickstart.sh runs | unknown argument 'runs': --help lists what there is
 quickstart.sh --train-iters | --train-iters needs a value, see --help
+release.sh --bogus | unknown argument '--bogus': --help lists what there is
+release.sh --output | --output needs a value, see --help
+release.sh --tag v9.9 | --tag v9.9 is not v0.1.0, the version in megatron_zb/__init__.py
 docs.sh --srict | unknown argument '--srict': --help lists what there is
 mutate.sh --drow 3 | unknown argument '--drow': --help lists what there is
 block_library.sh --bogus | unknown argument '--bogus': --help lists what there is

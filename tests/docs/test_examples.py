@@ -176,6 +176,22 @@ def test_the_slurm_job_prints_its_command(checkout: Path) -> None:
     assert "--save" in words
 
 
+def test_the_check_of_gpus_runs_as_a_slurm_job_on_one_host(tmp_path: Path) -> None:
+    script = EXAMPLES / "slurm_gpu_check.sh"
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script.read_text(), re.M))
+    assert (options["nodes"], options["ntasks-per-node"]) == ("1", "1")
+    spooled = tmp_path / "slurm_script"  # Slurm runs a copy
+    spooled.write_text(script.read_text())
+    done = subprocess.run(
+        ["bash", spooled, "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith("usage: scripts/gpu_check.sh"), done.stderr
+
+
 INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "WORKDIR"}
 
 

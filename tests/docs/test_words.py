@@ -92,7 +92,8 @@ def test_code_has_no_name_that_stands_for_a_term(package: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["show", "export", "plan", "trace", "flags", "check", "verify", "doctor"]
+    "command",
+    ["show", "export", "plan", "trace", "flags", "check", "verify", "doctor", "quickstart"],
 )
 def test_a_help_text_has_no_word_that_stands_for_a_term(
     command: str, capsys: pytest.CaptureFixture[str]

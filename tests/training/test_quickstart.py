@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,9 @@ from jobs import run_job
 from rich.console import Console
 
 from megatron_zb import schedules
+from megatron_zb.cli import main as cli
 from megatron_zb_train import arguments as training_arguments
-from megatron_zb_train import quickstart
+from megatron_zb_train import prepare_text, quickstart
 from megatron_zb_train.quickstart import (
     NUM_MICROBATCHES,
     UPSTREAM,
@@ -208,6 +210,26 @@ def test_missing_data_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
     prefix = tmp_path / "text"
     assert quickstart.main(["--data-path", str(prefix), "--output", str(tmp_path)]) == 2
     assert f"there is no {prefix}.idx: make it with" in capsys.readouterr().err
+
+
+def test_the_command_prepares_the_text_that_it_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As from an installed package, which has no script beside it."""
+    trained = []
+
+    def failing(name: str, arguments: argparse.Namespace, console: Console) -> Result:
+        trained.append((name, Path(f"{arguments.data_path}.idx").stat().st_size > 0))
+        raise QuickstartFailure("this is a test")
+
+    monkeypatch.setattr(quickstart, "_train", failing)
+    monkeypatch.setattr(prepare_text, "MOST_BYTES", 1000)
+    assert cli.main(["quickstart", "--output", str(tmp_path / "new")]) == 1
+    assert trained == [(UPSTREAM, True)]
+    said = capsys.readouterr()
+    assert said.err.endswith("quickstart: failed: this is a test\n")
+    assert "1 documents" in said.out
+    assert (tmp_path / "new" / "v-half.png").is_file()
 
 
 @pytest.mark.slow
