@@ -24,7 +24,7 @@ _UNWANTED = {
     r"(^|/)(__pycache__|\.\w+)/|\.(pyc|so|o)$|\.tmp$|~$": "a cache",
     r"^/|(^|/)\.\.(/|$)|\\": "a path out of the wheel",
 }
-_HOME = re.compile(rb"/(?:home|root|Users|tmp|work)/[\w.-]+|[A-Z]:\\\\Users\b")
+_HOME = re.compile(rb"/(?:home|root|Users|tmp)/[\w.-]+|[A-Z]:\\\\Users\b")
 
 
 def main() -> int:

@@ -71,6 +71,9 @@ class Check:
             properties = torch.cuda.get_device_properties(0)
             gpu, memory = properties.name, properties.total_memory
         self._device = device_of(gpu, memory)
+        counted = self._device or device_of(None, memory)  # bytes are those of any GPU
+        assert counted is not None
+        self._counted = counted
 
     def lines(self, machine: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Train with one schedule after the other, and yield all results after each."""
@@ -100,7 +103,7 @@ class Check:
 
     def _first(self) -> dict[str, Any]:
         """Train with Megatron's own 1F1B, in the largest size that has room."""
-        if self._args.hidden or self._job.device == "cpu" or self._device is None:
+        if self._args.hidden or self._job.device == "cpu":
             return self._of(BASE)
         found: dict[str, Any] = {}
         for _, sizes in zip(range(SIZES_TRIED), largest_first(self._training), strict=False):
@@ -144,8 +147,7 @@ class Check:
     @property
     def _training(self) -> PlannedTraining:
         job = self._job
-        assert self._device is not None
-        return PlannedTraining(job.sizes, job.layers, job.ranks, job.microbatches, self._device)
+        return PlannedTraining(job.sizes, job.layers, job.ranks, job.microbatches, self._counted)
 
     @property
     def _tokens(self) -> int:
