@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from project import project
 
 from megatron_zb import schedules
+from megatron_zb.cli import main as cli
 from megatron_zb.megatron_core.versions import SERIES
 from megatron_zb.schedules import catalog, lowering
 from megatron_zb.schedules.catalog import Family
@@ -349,6 +350,19 @@ def test_what_is_said_of_auto_was_measured() -> None:
     assert f"ahead of all in {ahead}, by up to {max(leads):.1%}".replace("%", " %") in page
     took = f"{min(seconds):.0f} to {max(seconds):.0f} seconds of a processor"
     assert f"{took}, {statistics.median(seconds):.0f} in the median." in page
+
+
+def test_the_step_on_the_page_of_the_planner_is_the_one_that_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    [command] = re.findall(r"`megatron-zb (trace docs/results/\S+)`", page)
+    name, path = command.split()
+    assert cli.main([name, str(ROOT / path)]) == 0
+    [shown] = re.findall(r"^```\n(rank ms .*?)^```$", page, re.M | re.S)
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert len(shown.splitlines()) == 5
+    assert [line for line in shown.splitlines() if line not in printed] == []
 
 
 def test_the_extras_are_those_of_the_packaging() -> None:

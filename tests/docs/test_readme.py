@@ -276,6 +276,17 @@ def check_predicted(printed: str) -> None:
         f"run v-half with --pipeline-vocabulary on: {second}% more tokens per second than "
         "Megatron 1F1B"
     ) in " ".join(printed.split())
+    check_planner_page(" ".join(printed.split()))
+
+
+def check_planner_page(printed: str) -> None:
+    """The rows and lines that the planner's page explains are printed, but for spaces."""
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    [shown] = re.findall(r"^```\n(# schedule .*?)^```$", page, re.M | re.S)
+    lines = [" ".join(line.split()) for line in shown.splitlines() if line.strip()]
+    assert len(lines) == 6
+    for line in lines:
+        assert line in printed, line
 
 
 @pytest.mark.slow
