@@ -22,8 +22,9 @@ import argparse
 import json
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,9 @@ class Check:
         """Train with one schedule after the other, and yield all results after each."""
         results: dict[str, Any] = {}
         results[BASE] = self._first()
+        plans = _Plans(self._training, self._names())
+        if self._device is not None:
+            plans.start()
         line: dict[str, Any] = {
             "benchmark": "step_times",
             "machine": machine,
@@ -97,9 +101,11 @@ class Check:
             if name != BASE:
                 results[name] = self._interleaved() if name == INTERLEAVED else self._of(name)
                 yield _with_ratios(line)
+        if self._device is not None:
+            plans.join(max(0.0, self._deadline - time.monotonic()))
         for name in self._args.schedules:
-            results[name]["plan"] = self._planned(name, results[name])
-            yield _with_ratios(line)
+            results[name]["plan"] = self._planned(name, results[name], plans)
+        yield _with_ratios(line)
 
     def _first(self) -> dict[str, Any]:
         """Train with Megatron's own 1F1B, in the largest size that has room."""
@@ -119,13 +125,15 @@ class Check:
             return {"not_measured": "no time was left"}
         job = replace(self._job, schedule=schedule)
         found = measure(job, min(left, self._args.seconds))
+        if "failed" in found and time.monotonic() >= self._deadline:
+            return {"not_measured": "no time was left"}
         if "step_seconds" in found:
             found["tokens_per_second"] = self._tokens / found["step_seconds"]
         return found
 
     def _interleaved(self) -> dict[str, Any]:
         """Return the fastest of Megatron's interleaved schedules, with the steps of all."""
-        counts = chunk_counts(self._job.layers // self._job.ranks)
+        counts = self._counts
         found = {count: self._of(f"{INTERLEAVED}+{count}chunks") for count in counts}
         tried = {count: _outcome(each) for count, each in found.items()}
         timed = [count for count in counts if "step_seconds" in found[count]]
@@ -134,15 +142,25 @@ class Check:
         best = min(timed, key=lambda count: float(found[count]["step_seconds"]))
         return {**found[best], "chunks": best, "tried": tried}
 
-    def _planned(self, schedule: str, result: dict[str, Any]) -> dict[str, Any]:
+    def _planned(self, schedule: str, result: dict[str, Any], plans: _Plans) -> dict[str, Any]:
         if self._device is None:
             return {"not_predicted": "configs/devices has no description of this GPU"}
-        if time.monotonic() > self._deadline:
-            return {"not_predicted": "no time was left"}
         chunks = f"+{result['chunks']}chunks" if "chunks" in result else ""
         if schedule == INTERLEAVED and not chunks:
             return {"not_predicted": "no number of chunks was measured"}
-        return self._training.predicted(f"{schedule}{chunks}")
+        missing = {"not_predicted": "no time was left"}
+        return plans.found.get(f"{schedule}{chunks}", missing)
+
+    @property
+    def _counts(self) -> list[int]:
+        """Chunks per rank to try for Megatron's interleaved schedule."""
+        return chunk_counts(self._job.layers // self._job.ranks)
+
+    def _names(self) -> Iterator[str]:
+        """Yield all that is trained, by the name that a prediction takes."""
+        for name in self._args.schedules:
+            counts = self._counts if name == INTERLEAVED else []
+            yield from [f"{name}+{count}chunks" for count in counts] or [name]
 
     @property
     def _training(self) -> PlannedTraining:
@@ -154,6 +172,20 @@ class Check:
         """Tokens of a step."""
         sizes = self._job.sizes
         return self._job.microbatches * sizes.micro_batch_size * sizes.seq_length
+
+
+class _Plans(threading.Thread):
+    """Predicts beside the trainings, on a core of the host that their ranks leave free."""
+
+    def __init__(self, training: PlannedTraining, names: Iterable[str]) -> None:
+        super().__init__(daemon=True)
+        self._training, self._names = training, list(names)
+        self.found: dict[str, dict[str, Any]] = {}
+        """Predictions by the names of what is trained."""
+
+    def run(self) -> None:
+        for name in self._names:
+            self.found[name] = self._training.predicted(name)
 
 
 def measure(job: Job, seconds: float) -> dict[str, Any]:
