@@ -64,6 +64,8 @@ NEEDS = {
     "pipeline_schedule": "`--pipeline-model-parallel-size` of 2 or more",
     "pipeline_schedule_file": "a table for the same pipeline size and number of microbatches",
     "pipeline_placement": f"`--pipeline-schedule auto` and `{flag_of(CHUNKS)}`",
+    "pipeline_memory_limit": "a schedule by its name. `auto` searches within the limit; a schedule "
+    "with another name is refused if no order of it keeps the limit",
     "pipeline_schedule_cache": "a schedule that is searched, such as `auto`",
     "pipeline_slices": "a GPT model with causal attention, and a schedule such as `1f1b`, "
     "`interleaved`, `zb-h1`, `v-half`, `v-min`, `v-zb` or `auto`",
@@ -134,6 +136,8 @@ SHOWN = {
     "graphs": "CUDA graphs",
     "any": "any schedule",
     "one_chunk": "a schedule with one chunk per rank",
+    "fixed_order": "a schedule with a fixed order (`gpipe`, `1f1b`, `interleaved`, `zb-h1`, "
+    "`zb-h2`)",
 }
 KINDS = {int: "a whole number", float: "a number"}
 KINDS_OF_METAVARS = {

@@ -63,8 +63,10 @@ of a rank. With one chunk, the recipe runs 1F1B. The last column has the time an
 `v-half`, relative to the recipe's own schedule. A time of 0.77 is 23 % less.
 """
 FLAGS = """\
-Add `--pipeline-schedule auto` to the recipe's arguments, and remove its virtual stages and its
-layout, because `auto` places the layers itself. `auto` uses 1F1B's memory.
+In Megatron-LM, add `--pipeline-schedule auto` to the arguments. In Megatron-Bridge, give
+`Settings(pipeline_schedule="auto")` ([how](fine_tuning.md#lora-with-megatron-bridge)). Then
+remove its virtual stages and its layout, because `auto` places the layers itself. `auto` uses
+1F1B's memory.
 
 An interleaved recipe may hold more than 1F1B. To give `auto` the same memory, set
 `--pipeline-memory-limit`. Its value is the recipe's `own_memory` in the results, which is in

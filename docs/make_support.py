@@ -89,14 +89,15 @@ passes as `--pipeline-offload auto`.
 SETTINGS = """\
 ### Settings of Megatron's config
 
-Refused at the first step, for programs that set the config themselves:
+Refused at the first step, for programs that set the config themselves. (The launcher turns off
+`--delay-wgrad-compute` itself, because the schedule takes its place.)
 """
 
 TITLES = {
     "any": "Any schedule",
     "one_chunk": "One chunk per rank",
     "inner_stages": "More than two stages",
-    "v": "V schedules (v-half, v-min, v-zb, 1f1b-v, dualpipe-v, wave)",
+    "v": "A placement in a V (v-half, v-min, v-zb, 1f1b-v, dualpipe-v, wave)",
     "split": "Split backward",
     "fixed_order": "A fixed order (gpipe, 1f1b, interleaved, zb-h1, zb-h2)",
     "chunks": "Several chunks per rank",
@@ -312,8 +313,6 @@ def _text(series: tuple[int, int]) -> str:
 
 def refused_settings() -> Iterator[tuple[str, str, str]]:
     """Settings, their further conditions and why; the reasons of flags are not repeated."""
-    known = {why for _, with_, _, why in refused_flags() if with_ == "any"}
-    above = "for the reasons [above](#any-schedule)"
     for row in refusals.rows():
         if refusals.STEP not in row.stage or "any" not in row.with_ or "graphs" in row.when:
             continue
@@ -321,7 +320,7 @@ def refused_settings() -> Iterator[tuple[str, str, str]]:
             continue
         for setting, test in row.when.items():
             more = " above 1" if "above" in test else ""
-            yield f"`{setting}`{more}", "", above if row.why in known else row.why
+            yield f"`{setting}`{more}", "", row.why
     for row in refusals.rows():
         for setting, test in row.if_any.items():
             if row.when.get("graphs") == {"is": "full_iteration"}:

@@ -8,6 +8,7 @@ imports from Megatron has been hooked before.
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import runpy
@@ -33,7 +34,9 @@ arguments, under a schedule of megatron_zb.
            anywhere among the arguments
 
   megatron-zb doctor Megatron-LM                         says what is installed and what is missing
-  python -m megatron_zb.launch SCRIPT --help             lists the arguments of the script
+  python -m megatron_zb.launch SCRIPT --help             lists these and the script's own arguments
+
+The script gets these arguments; docs/flags.md has an example of each:
 """
 
 
@@ -42,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
     on_cpu = "--cpu" in argv
     rest = [argument for argument in argv if argument != "--cpu"]
     if rest[:1] in (["-h"], ["--help"]):
-        print(USAGE, end="")
+        print(f"{USAGE}\n{_flags()}", end="")
         sys.exit(0)
     end_with_launcher()
     rank = int(os.environ.get("RANK", "0"))
@@ -59,6 +62,14 @@ def main(argv: Sequence[str]) -> None:
             raise
         print(lost, file=sys.stderr, flush=True)
         os._exit(1)  # an orderly end would wait for the rank that has ended
+
+
+def _flags() -> str:
+    """Return the help of the flags that a script gets."""
+    from megatron_zb.job.settings import add_megatron_lm_arguments
+
+    parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+    return add_megatron_lm_arguments(parser).format_help().lstrip()
 
 
 def _prepare(arguments: Sequence[str], on_cpu: bool) -> Path:

@@ -30,7 +30,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BELOW_THE_FOLD = "## Next to others"
 PLANNED = re.compile(
     r"`v-half` with vocabulary parallelism to be ([\d.]+) % faster than Megatron's best "
-    r"interleaved setting, and ([\d.]+) % faster than its best one, 1F1B"
+    r"interleaved setting, and ([\d.]+) % faster than Megatron's best, which is 1F1B here"
 )
 FENCED = re.compile(r"^```\n(.*?)^```$", re.M | re.S)
 
@@ -236,7 +236,8 @@ def test_the_first_page_begins_with_what_a_reader_needs() -> None:
 def commands() -> list[str]:
     """The lines of README's code that start this package's command."""
     lines = [line for block in FENCED.findall(README) for line in block.splitlines()]
-    return [line for line in lines if line.startswith("megatron-zb ")]
+    ours = [line for line in lines if line.startswith("megatron-zb ")]
+    return [line for line in ours if " verify " not in line]  # tests/real_megatron_lm/test_verify
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ import pytest
 
 from megatron_zb import launch
 from megatron_zb.errors import UsageError
+from megatron_zb.job.settings import FLAGS, MEGATRON_LM
 from megatron_zb.megatron_lm.checkout import Checkout
+from megatron_zb.parsing import flag_of
 
 
 def run_launcher(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -24,7 +26,9 @@ def test_help_teaches(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         launch.main([flag])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == launch.USAGE
+    printed = capsys.readouterr().out
+    assert printed.startswith(launch.USAGE)
+    assert all(f"\n  {flag_of(name)}" in printed for name in FLAGS[MEGATRON_LM])
     for word in ("torchrun", "SCRIPT", "--cpu", "--pipeline-schedule", "megatron-zb doctor"):
         assert word in launch.USAGE
 
