@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from megatron_zb.cli.extensions import Commands, add_command
-from megatron_zb.parsing import positive
-
-TRAIN_ITERATIONS = 36
+from megatron_zb_train.quickstart_arguments import add_arguments
 
 HELP = """\
 Train a small GPT over 4 pipeline ranks on the CPU, first with Megatron's own schedule and then with
@@ -24,30 +21,6 @@ def add_commands(commands: Commands) -> None:
     """Add ``quickstart``."""
     summary = "train a small GPT on 4 CPU ranks, and compare schedules with Megatron's own"
     add_arguments(add_command(commands, "quickstart", _run, summary, HELP))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``quickstart``."""
-    parser.add_argument(
-        "--data-path",
-        metavar="PREFIX",
-        help="PREFIX.bin and PREFIX.idx, as scripts/prepare_text.py writes them (default: the "
-        "source code of Python's standard library, written as DIR/text)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs/quickstart"),
-        metavar="DIR",
-        help="where logs, pictures and summary.json go (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--train-iters",
-        type=positive,
-        default=TRAIN_ITERATIONS,
-        metavar="N",
-        help="iterations of each run (default: %(default)s)",
-    )
 
 
 def _run(arguments: argparse.Namespace) -> int:

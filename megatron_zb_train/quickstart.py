@@ -25,8 +25,8 @@ from megatron_zb.cli.ending import ended
 from megatron_zb.drawing.pictures import save_picture
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import Parser
-from megatron_zb_train.cli import add_arguments
 from megatron_zb_train.prepare_text import prepare_library
+from megatron_zb_train.quickstart_arguments import add_arguments
 from megatron_zb_train.watched_run import NewRecords, Record, RunFailed, run
 
 UPSTREAM = "upstream"

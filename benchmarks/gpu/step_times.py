@@ -65,6 +65,7 @@ class Check:
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         self._args = args
+        self._schedules = list(dict.fromkeys([BASE, *args.schedules]))  # all are beside 1F1B
         self._deadline = time.monotonic() + args.total_seconds
         self._job = job
         gpu, memory = None, None
@@ -97,13 +98,12 @@ class Check:
             "results": results,
         }
         yield line
-        for name in self._args.schedules:
-            if name != BASE:
-                results[name] = self._interleaved() if name == INTERLEAVED else self._of(name)
-                yield _with_ratios(line)
+        for name in self._schedules[1:]:
+            results[name] = self._interleaved() if name == INTERLEAVED else self._of(name)
+            yield _with_ratios(line)
         if self._device is not None:
             plans.join(max(0.0, self._deadline - time.monotonic()))
-        for name in self._args.schedules:
+        for name in self._schedules:
             results[name]["plan"] = self._planned(name, results[name], plans)
         yield _with_ratios(line)
 
@@ -158,7 +158,7 @@ class Check:
 
     def _names(self) -> Iterator[str]:
         """Yield all that is trained, by the name that a prediction takes."""
-        for name in self._args.schedules:
+        for name in self._schedules:
             counts = self._counts if name == INTERLEAVED else []
             yield from [f"{name}+{count}chunks" for count in counts] or [name]
 

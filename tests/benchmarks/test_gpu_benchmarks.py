@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -710,6 +711,43 @@ def test_steps_are_timed_beside_megatrons_own_and_the_plan(
     assert results["megatron-interleaved"]["chunks"] == 2
     assert results["megatron-interleaved"]["tried"].keys() == {"2"}
     assert results["auto"]["peak_bytes"] <= 1.1 * results["megatron"]["peak_bytes"]
+
+
+def test_the_fastest_chunks_and_the_largest_size_count(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a GPU that is not there: trainings that are too wide run out of memory."""
+    gpu = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    wide: list[int] = []
+    seconds = {"megatron": 1.0, "2chunks": 0.9, "4chunks": 0.8, "v-half": 0.7}
+
+    def train(job: Job, limit: float) -> one_gpu_training.Trained:
+        wide.append(job.sizes.hidden)
+        way = (job.schedule or "").rpartition("+")[2]
+        if way == "8chunks" or job.sizes.hidden == max(wide):
+            raise one_gpu_training.Failed("rank 0 ended", {"rank 0": ["torch.OutOfMemoryError"]})
+        return one_gpu_training.Trained([], {}, [seconds[way]], 2**30, bubbles=(0.1,))
+
+    monkeypatch.setattr(step_times, "train", train)
+    monkeypatch.setattr(sys, "argv", ["x", "--schedules", *"megatron-interleaved v-half".split()])
+    args = step_times._arguments()
+    cpu = step_times._job(args, torch.device("cpu"), 2)
+    *_, line = step_times.Check(args, replace(cpu, device="cuda")).lines({})
+    results = line["results"]
+    assert line["sizes"]["hidden"] == wide[1] == wide[0] - 512
+    assert results["megatron-interleaved"]["chunks"] == 4
+    tried = {2: 0.9, 4: 0.8, 8: "out of memory"}
+    assert results["megatron-interleaved"]["tried"] == tried
+    assert results["v-half"]["of_megatron"] == 0.7
+    assert results["v-half"]["tokens_per_second"] == pytest.approx(8 * 4096 / 0.7)
+    assert 0.8 < results["v-half"]["plan"]["of_megatron"] < 1
+
+
+def test_nothing_runs_beside_what_is_timed() -> None:
+    timed = ("gpu/queues.py", "gpu/waiting_receive.py", "gpu/step_times.py", "split_backward.py")
+    for parts in measurements.PARTS.values():
+        assert all(m.alone for m in parts if m.script in timed)
 
 
 def exchanged() -> tuple[list[float], int]:
