@@ -105,6 +105,18 @@ def test_post_validation_sums_norms_along_the_pipeline(post_validation: str, dif
     assert bool(compare(*logs, combination).first) is differs
 
 
+@pytest.mark.parametrize(("precision", "differs"), [("bf16", False), ("fp16", True), ("fp32", True)])
+def test_z_loss_has_the_rounding_of_its_precision(precision: str, differs: bool) -> None:
+    combination = draw(space_of("0.16"), "compare/0") | {
+        "vocabulary": "whole",
+        "slices": "four",
+        "sequence-parallel": "without",
+        "precision": precision,
+    }
+    logs = {"4 z_loss": "1.917968750E+00"}, {"4 z_loss": "1.914062500E+00"}
+    assert bool(compare(*logs, combination).first) is differs
+
+
 def test_a_run_that_goes_on_has_the_rounding_of_both_its_schedules() -> None:
     usual = draw(space_of("0.16"), "compare/0") | {
         "vocabulary": "whole",
