@@ -144,17 +144,23 @@ def test_kept_results_are_of_settings_that_there_are() -> None:
     assert sum(row["verdict"] == Verdict.EQUAL.value for row in rows) > 200
 
 
+@pytest.mark.parametrize(
+    ("why", "checked"),
+    [
+        ("its state is of other weights", True),
+        ("the state has the parameter groups of the rank that wrote it", False),
+    ],
+)
 def test_ours_gets_the_checkpoint_that_upstream_cannot_load(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    why: str, checked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     space = space_of("0.16")
     usual = {name: each.default for name, each in space.settings.items()}
-    why = "its state is of other weights"
     report = {"argument": "--load", "verdict": "refused", "why": why}
 
     def tried(ranks: int | None, program: str, words: Sequence[str], *_: object) -> Ended:
         if ranks is None:
-            found = [report] if "--load" in words else []
+            found = [report] if checked and "--load" in words else []
             return Ended(0, json.dumps({"arguments": found}), "", 1.0)
         if "--load" not in words:
             return Ended(0, "", "", 1.0)

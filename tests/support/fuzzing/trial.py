@@ -186,7 +186,8 @@ class _Run:
                 raise _Ended(Verdict.HUNG, f"where upstream says {_error(ended)}")
             if refusal is None and ours.code and not _said(ours):
                 raise _Ended(Verdict.CRASHED_BY_BOTH, _error(ended))
-            if (refusal is None) == bool(ours.code):
+            foreseen = refusal is not None or _OF_STORED_STATES in _said(ours)
+            if foreseen != bool(ours.code):
                 why = f"check: {refusal or 'runs'}; start: {_error(ours) if ours.code else 'runs'}"
                 raise _Ended(Verdict.DISAGREED, why)
             raise _Ended(Verdict.REFUSED_BY_BOTH, _error(ended))
