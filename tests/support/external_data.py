@@ -6,15 +6,12 @@ user's iterator may.
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-from gpt_builders import gpt_builder
-from megatron.core.enums import ModelType
-from megatron.training import get_args, pretrain, training
-from model_provider import model_provider
-from pretrain_gpt import forward_step, train_valid_test_datasets_provider
+from megatron.training import get_args, training
 
 _usual = training.build_pretraining_data_loader
 
@@ -49,8 +46,4 @@ def _batches(dataset: Any, consumed: int, *more: Any, **named: Any) -> Batches |
 
 if __name__ == "__main__":
     training.build_pretraining_data_loader = _batches
-    datasets: Any = train_valid_test_datasets_provider
-    datasets.is_distributed = True
-    pretrain(
-        datasets, partial(model_provider, gpt_builder), ModelType.encoder_or_decoder, forward_step
-    )
+    runpy.run_path(str(Path(__file__).with_name("pretrain_gpt.py")), run_name="__main__")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
 import pytest
+from fuzzing import trial
 from fuzzing.comparison import compare
 from fuzzing.covering import covering_array, pairs_of
 from fuzzing.drawing import draw
 from fuzzing.shrinking import shrink
 from fuzzing.space import Impossible, Setting, Space, space_of
-from fuzzing.trial import Verdict
+from fuzzing.trial import Bench, Verdict, judge
+from jobs import Ended
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs/results/fuzzing.jsonl"
 
@@ -102,6 +105,18 @@ def test_post_validation_sums_norms_along_the_pipeline(post_validation: str, dif
     assert bool(compare(*logs, combination).first) is differs
 
 
+@pytest.mark.parametrize(("precision", "differs"), [("bf16", False), ("fp16", True), ("fp32", True)])
+def test_z_loss_has_the_rounding_of_its_precision(precision: str, differs: bool) -> None:
+    combination = draw(space_of("0.16"), "compare/0") | {
+        "vocabulary": "whole",
+        "slices": "four",
+        "sequence-parallel": "without",
+        "precision": precision,
+    }
+    logs = {"4 z_loss": "1.917968750E+00"}, {"4 z_loss": "1.914062500E+00"}
+    assert bool(compare(*logs, combination).first) is differs
+
+
 def test_a_run_that_goes_on_has_the_rounding_of_both_its_schedules() -> None:
     usual = draw(space_of("0.16"), "compare/0") | {
         "vocabulary": "whole",
@@ -127,3 +142,30 @@ def test_kept_results_are_of_settings_that_there_are() -> None:
         assert row["verdict"] not in [each.value for each in Verdict if each.is_failure]
         assert space.unusual({**usual, **row["unusual"]}) == row["unusual"]
     assert sum(row["verdict"] == Verdict.EQUAL.value for row in rows) > 200
+
+
+@pytest.mark.parametrize(
+    ("why", "checked"),
+    [
+        ("its state is of other weights", True),
+        ("the state has the parameter groups of the rank that wrote it", False),
+    ],
+)
+def test_ours_gets_the_checkpoint_that_upstream_cannot_load(
+    why: str, checked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    space = space_of("0.16")
+    usual = {name: each.default for name, each in space.settings.items()}
+    report = {"argument": "--load", "verdict": "refused", "why": why}
+
+    def tried(ranks: int | None, program: str, words: Sequence[str], *_: object) -> Ended:
+        if ranks is None:
+            found = [report] if checked and "--load" in words else []
+            return Ended(0, json.dumps({"arguments": found}), "", 1.0)
+        if "--load" not in words:
+            return Ended(0, "", "", 1.0)
+        ours = "--pipeline-schedule" in words
+        return Ended(1, "", f"megatron_zb: error: {why}" if ours else "KeyError: 'step'", 1.0)
+
+    monkeypatch.setattr(trial, "try_job", tried)
+    assert judge(Bench(space, tmp_path), usual).verdict is Verdict.REFUSED_BY_BOTH

@@ -11,7 +11,8 @@ does differ is fp32 rounding of sums over ranks, where a schedule has placed lay
 vocabulary;
 - attention, losses and weight gradients of token slices are summed slice by slice;
 - with sequence parallelism, upstream logs the z-loss of one rank's tokens, a part of every slice
-  where it is one of the sequence. Its gradients are in the norms.
+  where it is one of the sequence. Its gradients are in the norms;
+- a router's z-loss has been rounded to the precision of its layer.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _EVALUATION = re.compile(r"^ ?(validation loss at .*?) \| (.*)")
 _CUT = {"fp32": (1e-6, 1e-6), "bf16": (1e-3, 1e-2), "fp16": (1e-3, 1e-2)}
 # Adam's first steps are as long for a gradient that is but rounding: more of them are with slices.
 _SLICED = _CUT | {"fp32": (1e-5, 1e-4)}
+_Z_LOSS = {"fp32": 0.0, "bf16": 2**-7, "fp16": 2**-10}
 _ONE_CHUNK = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 
 
@@ -84,6 +86,8 @@ def width(key: str, combination: Combination) -> float:
         if key.endswith("z_loss") and combination["sequence-parallel"] == "with":
             return math.inf
         losses, norms = (_CUT if combination["slices"] == "without" else _SLICED)[precision]
+        if key.endswith("z_loss"):
+            return max(losses, _Z_LOSS[precision])
         return norms if is_norm else losses
     if not places_elsewhere(combination):
         return 5e-7 if is_norm and combination["post-validation"] == "with" else 0.0

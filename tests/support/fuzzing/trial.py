@@ -128,10 +128,10 @@ class _Run:
         refusal = self._checked()
         if self._combination["start"] == "checkpoint":
             saving = ["--save", str(self._folder / "start"), "--save-interval", "1"]
-            self._upstream([*both.upstream, *saving, "--exit-interval", "1"], refusal)
+            self._upstream([*saving, "--exit-interval", "1"], refusal)
             load = ["--load", str(self._folder / "start")]
             refusal = refusal or self._checked(load)  # of what is in the checkpoint
-        upstream = self._upstream([*both.upstream, *load, *self._keeping("upstream")], refusal)
+        upstream = self._upstream([*load, *self._keeping("upstream")], refusal)
         ours = self._job(both, [*both.ours, *load, *self._keeping("ours")])
         self._judge_start(ours, refusal)
         self._same(upstream, ours)
@@ -176,16 +176,18 @@ class _Run:
     def _from(self, name: str, words: Sequence[str]) -> list[str]:
         return [*words, "--load", str(self._folder / name)]
 
-    def _upstream(self, words: Sequence[str], refusal: str | None) -> Ended:
-        """Run upstream's own schedule; where it does not run, ours may not hang."""
-        ended = self._job(self._commands, words)
+    def _upstream(self, more: Sequence[str], refusal: str | None) -> Ended:
+        """Run upstream's own schedule; where it does not run, ours may not hang on the same."""
+        both = self._commands
+        ended = self._job(both, [*both.upstream, *more])
         if ended.code:
-            ours = self._job(self._commands, self._commands.ours)
+            ours = self._job(both, [*both.ours, *more])
             if ours.hung and not ended.hung:
                 raise _Ended(Verdict.HUNG, f"where upstream says {_error(ended)}")
             if refusal is None and ours.code and not _said(ours):
                 raise _Ended(Verdict.CRASHED_BY_BOTH, _error(ended))
-            if (refusal is None) == bool(ours.code):
+            foreseen = refusal is not None or _OF_STORED_STATES in _said(ours)
+            if foreseen != bool(ours.code):
                 why = f"check: {refusal or 'runs'}; start: {_error(ours) if ours.code else 'runs'}"
                 raise _Ended(Verdict.DISAGREED, why)
             raise _Ended(Verdict.REFUSED_BY_BOTH, _error(ended))
