@@ -279,14 +279,33 @@ def test_evidence_exists(name: str) -> None:
 def test_a_feature_of_others_has_its_link() -> None:
     """What is said of others has a link, but for what is missing and what their heading links."""
     page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
-    [table] = re.findall(r"^\| \| megatron_zb.*?(?=\n\n)", page, re.M | re.S)
+    first, second = (
+        [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+        for table in re.findall(r"^\| \| .*?(?=\n\n)", page, re.M | re.S)
+    )
+    assert first[0][1] == "megatron_zb"
+    assert [row[0] for row in second] == [row[0] for row in first]
+    assert {len(row) for row in first} == {len(first[0])}
+    assert {len(row) for row in second} == {len(second[0])}
     said_by_the_heading = {"version", "in Megatron-LM", "overlapped gradient reduction"}
-    for line in table.splitlines()[2:]:
-        first, _, *others = [cell.strip() for cell in line.split("|")[1:-1]]
-        if first not in said_by_the_heading:
-            for cell in others:
-                plain_words = ("-", "?", "no V", "the user's", "1F1B, interleaved")
-                assert "](" in cell or "][" in cell or cell in plain_words, (first, cell)
+    plain_words = ("-", "?", "no V", "the user's", "1F1B, interleaved")
+    for table, own, without_links in ((first, 2, said_by_the_heading), (second, 1, {"version"})):
+        for row in table[2:]:
+            if row[0] not in without_links:
+                for cell in row[own:]:
+                    assert "](" in cell or "][" in cell or cell in plain_words, (row[0], cell)
+
+
+def test_a_source_about_others_does_not_change() -> None:
+    """Code of others is linked at a tag or a commit, and every link is used."""
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    links = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", page, re.M))
+    for name, address in links.items():
+        assert f"][{name}]" in page, name
+        if "github.com" in address:
+            assert re.search(
+                r"/(?:blob|tree)/(?:[0-9a-f]{40}|(?:core_)?v[0-9.]+)(?:/|$)", address
+            ), address
 
 
 def results(name: str) -> dict[str, Any]:
