@@ -105,7 +105,7 @@ install_wheel() {
     [[ -z ${MEGATRON_LM_PATH-} ]] || extras+=,megatron-lm
     "$python" -m venv "$scratch/venv"
     mkdir "$scratch/home" "$scratch/work"
-    pinned_pip "$scratch/venv" "$constraints" "$wheel[$extras]"
+    pinned_pip "$scratch/venv" "$constraints" "${wheel}[$extras]"
 }
 
 # as_user COMMAND...: runs what the wheel has installed, in an empty folder, with an empty home and no clone on the path.
