@@ -53,7 +53,7 @@ root=$PWD
 release=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' megatron_zb/__init__.py)
 [[ -n $output ]] || fail "--output needs a folder, for example dist"
 [[ -z $tag || $tag == "v$release" ]] || fail "--tag $tag is not v$release, the version in megatron_zb/__init__.py"
-commit=$(git rev-parse --verify --quiet --short HEAD) || fail "this is no clone: a release is built from a commit"
+commit=$(git rev-parse --verify --quiet --short HEAD 2>/dev/null) || fail "this is no clone: a release is built from a commit"
 [[ -z $(git status --porcelain --untracked-files=no) ]] \
     || fail "files differ from the commit that is checked out: commit them, or git stash"
 mkdir -p "$output" || fail "--output $output cannot be made"
