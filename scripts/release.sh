@@ -53,7 +53,7 @@ root=$PWD
 release=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' megatron_zb/__init__.py)
 [[ -n $output ]] || fail "--output needs a folder, for example dist"
 [[ -z $tag || $tag == "v$release" ]] || fail "--tag $tag is not v$release, the version in megatron_zb/__init__.py"
-git rev-parse --verify --quiet HEAD >/dev/null || fail "this is no clone: a release is built from a commit"
+commit=$(git rev-parse --verify --quiet --short HEAD 2>/dev/null) || fail "this is no clone: a release is built from a commit"
 [[ -z $(git status --porcelain --untracked-files=no) ]] \
     || fail "files differ from the commit that is checked out: commit them, or git stash"
 mkdir -p "$output" || fail "--output $output cannot be made"
@@ -87,7 +87,7 @@ build_distributions() {
     "$python" -m venv "$tools"
     pinned_pip "$tools" constraints/release.txt --requirement constraints/release.txt
     mkdir "$scratch/tree"
-    git archive HEAD | tar --extract --directory "$scratch/tree" # without what git does not have
+    git archive "$commit" | tar --extract --directory "$scratch/tree" # without what git does not have
     "$tools/bin/python" -m build --no-isolation --outdir "$output" "$scratch/tree" >"$scratch/build.log" 2>&1 \
         || { tail -n 20 "$scratch/build.log" >&2; fail "the distributions could not be built"; }
     wheel=$(printf '%s\n' "$output/megatron_zb-$release"-*.whl)
@@ -105,7 +105,7 @@ install_wheel() {
     [[ -z ${MEGATRON_LM_PATH-} ]] || extras+=,megatron-lm
     "$python" -m venv "$scratch/venv"
     mkdir "$scratch/home" "$scratch/work"
-    pinned_pip "$scratch/venv" "$constraints" "$wheel[$extras]"
+    pinned_pip "$scratch/venv" "$constraints" "${wheel}[$extras]"
 }
 
 # as_user COMMAND...: runs what the wheel has installed, in an empty folder, with an empty home and no clone on the path.
@@ -152,6 +152,6 @@ if [[ -z $quick ]]; then
 else
     say "NOT RUN: megatron-zb quickstart (--quick)"
 fi
-say "$output has megatron-zb $release, of $(git rev-parse --short HEAD):"
+say "$output has megatron-zb $release, of $commit:"
 (cd "$output" && ls -l -- *.whl *.gz release-notes.md)
 printf '%s\n' "${took[@]}"

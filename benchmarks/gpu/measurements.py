@@ -590,7 +590,8 @@ def _last_json(text: str) -> dict[str, Any] | None:
 
 
 def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
+    """The last line that is no figures in JSON, which are kept elsewhere."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("{")]
     return lines[-1].strip() if lines else ""
 
 

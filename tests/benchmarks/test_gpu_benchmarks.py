@@ -169,6 +169,7 @@ def test_what_hangs_is_killed_with_its_processes_and_the_next_one_runs(
     assert found["good"] == {"ratio": 1.0}
     assert found["hangs"]["failed"] == "it took more than 3 s"
     assert found["hangs"]["found"]["answers"] == [1]
+    assert found["hangs"]["last_line"] == ""  # not the figures once more
     assert ends(found["hangs"]["found"]["child"])
 
 
