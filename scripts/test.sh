@@ -5,7 +5,7 @@ set -euo pipefail
 usage() {
     cat <<'END'
 usage: scripts/test.sh [--quick | --faults | --trainers | --everything] [--python VERSION] [--megatron SERIES]
-                       [--tests-only] [--full] [--draw SEED] [PYTEST-ARGUMENT ...]
+                       [--megatron-main CHECKOUT] [--tests-only] [--full] [--draw SEED] [PYTEST-ARGUMENT ...]
 
 Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python and a network.
 
@@ -23,6 +23,9 @@ options:
                      3.12 has 0.19. Without it, the first of them that is on this machine
   --megatron SERIES  a series that patches/ has one for, such as 0.17: with the Python whose pins have it, else with
                      the newest, in an environment of its own, and the version that the patch is for
+  --megatron-main CHECKOUT
+                     the tests of equality with the Megatron-LM of a checkout that has no release, such as its main
+                     branch: with the newest Python, and the checkout's megatron.core in place of the installed one
   --tests-only       no ruff, mypy or codespell
   --full             every combination of schedules, models and ranks, and larger sizes; without it each thing
                      is tried in a few, of the slow ones by an eighth that the commit draws; the end says how
@@ -62,6 +65,12 @@ readonly QUICK=(
     "${GRADIENTS}[2 ranks, tied-1f1b]" "${GRADIENTS}[2 ranks, tied-interleaved]" "${GRADIENTS}[2 ranks, tied-zb-h1]"
     "${GRADIENTS}[2 ranks, tied-v-half]"
     -k 'not auto and not within_its_memory and not brute_force'
+)
+
+# What --megatron-main runs: gradients, weights and logs beside Megatron's own schedules.
+readonly EQUALITY=(
+    tests/megatron_core/test_gradient_parity.py tests/megatron_core/test_feature_matrix.py
+    tests/real_megatron_lm/test_schedules.py tests/real_megatron_lm/test_checkpoints.py
 )
 
 everything() {
@@ -139,6 +148,8 @@ while (($#)); do
         --python=*) version=${1#*=} ;;
         --megatron) megatron=${2-}; shift $(($# > 1)) ;;
         --megatron=*) megatron=${1#*=} ;;
+        --megatron-main) main=${2-}; shift $(($# > 1)) ;;
+        --megatron-main=*) main=${1#*=} ;;
         --tests-only) checks=no ;;
         --draw) draw=${2-}; shift $(($# > 1)) ;;
         --draw=*) draw=${1#*=} ;;
@@ -155,6 +166,16 @@ check_arguments ${arguments[@]+"${arguments[@]}"}
 if [[ -n ${megatron+given} ]]; then
     [[ -z ${version+given} ]] || fail "give --megatron or --python, not both: each series has its Python"
     choose_megatron "$megatron"
+fi
+if [[ -n ${main+given} ]]; then
+    [[ -z ${version+given} ]] || fail "give --megatron-main or --python, not both: a checkout needs the newest"
+    [[ -e $main/megatron/core/package_info.py ]] ||
+        fail "--megatron-main needs a Megatron-LM checkout: there is no megatron/core in '$main'"
+    main=$(cd "$main" && pwd)
+    version=$(printf '%s\n' constraints/py3*.txt | sort -V | tail -n 1)
+    version=${version#*py3} version=3.${version%.txt}
+    checks=no
+    export MEGATRON_LM_PATH=$main PYTHONPATH=$main
 fi
 if [[ -n $trainers ]]; then
     [[ -z ${version+given} ]] || fail "leave out --python and --megatron: the trainers have theirs"
@@ -196,6 +217,11 @@ if [[ $checks == yes ]]; then
     "$venv/bin/codespell"
     say "compiling searches"
     wait "$compiling"
+fi
+if [[ -n ${main+given} ]]; then
+    [[ -n ${arguments[*]-} ]] || arguments=("${EQUALITY[@]}")
+    say "megatron.core and Megatron-LM are the checkout's:" \
+        "$(git -C "$main" log -1 --format='%h of %cs' 2>/dev/null || echo 'no commit')"
 fi
 if [[ -n $quick ]]; then
     arguments=("${QUICK[@]}" ${arguments[@]+"${arguments[@]}"})

@@ -406,6 +406,7 @@ class SplitLinear(torch.autograd.Function):
         if not ctx.layer.split.defers((weight,)):
             return (None, None, *MegatronLinear.backward(ctx, grad_output))
         input_ = ctx.saved_tensors[0]  # asked for once: a checkpoint without reentry allows no more
+        grad_output = grad_output.to(input_.dtype)  # logits may have another type than their input
         grad_input = _input_gradient(ctx, grad_output, input_)
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         call = _Call(ctx.gradient_accumulation_fusion, ctx.main_grad, _uses(queue, weight))

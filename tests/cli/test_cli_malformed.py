@@ -721,6 +721,8 @@ test.sh --python=4.0 | those are the files in constraints/
 test.sh --megatron | --megatron needs a series that there is a patch for
 test.sh --megatron=0.15 | --megatron needs a series that there is a patch for
 test.sh --python 3.12 --megatron 0.16 | give --megatron or --python, not both
+test.sh --megatron-main /nowhere | there is no megatron/core in '/nowhere'
+test.sh --python 3.12 --megatron-main . | give --megatron-main or --python, not both
 apply_patches.sh | give the path of a Megatron-LM checkout
 apply_patches.sh nowhere | there is no folder 'nowhere': give the path
 apply_patches.sh --revers old | unknown option --revers: --help lists the options

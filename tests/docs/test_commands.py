@@ -19,10 +19,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 FENCED = re.compile(r"^ *```(?:\w+)?\n(.*?)^ *```", re.M | re.S)
 PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:megatron-zb|torchrun|python|pip|sbatch|scripts/\S+|benchmarks/\S+)"
 ARGUMENTS = (
-    "--pipeline-model-parallel-size 2 --num-layers 4 --micro-batch-size 1 --global-batch-size 4 "
-    "--seq-length 16 --hidden-size 32 --bf16 --num-attention-heads 4 --max-position-embeddings 16 "
-    "--transformer-impl local --lr 1e-3 --train-iters 1 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 128"
+    "--pipeline-model-parallel-size 2 --num-layers 16 --micro-batch-size 1 --global-batch-size 64 "
+    "--seq-length 128 --hidden-size 256 --bf16 --num-attention-heads 4 "
+    "--max-position-embeddings 128 --transformer-impl local --lr 1e-3 --train-iters 1 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 1024"
 )
 ELSEWHERE = {
     r"torchrun .*~/Megatron-LM/pretrain_\w+\.py --": "tests/real_megatron_lm/test_how_to.py",
@@ -87,8 +87,7 @@ def test_each_command_runs_somewhere() -> None:
 
 def filled(line: str) -> list[str]:
     """The words of a command with a small training in place of what the reader puts in."""
-    line = re.sub(r"\$MY_ARGUMENTS|<your arguments>", ARGUMENTS, line)
-    return shlex.split(line)[1:]
+    return shlex.split(re.sub(r"\$MY_ARGUMENTS|<your arguments>", ARGUMENTS, line))[1:]
 
 
 @pytest.mark.slow
