@@ -14,7 +14,7 @@ from megatron_zb.schedules.placement import looped, v_shape
 from megatron_zb_plan import byte_counts
 from megatron_zb_plan.device import DeviceConfig, Link, Places
 from megatron_zb_plan.model import ModelConfig
-from megatron_zb_plan.operators import all_weights, model_flops
+from megatron_zb_plan.operators import all_weights, mlp_operator, model_flops
 from megatron_zb_plan.prediction import IterationSettings, peak_of, predict, worst_rank
 from megatron_zb_plan.stages import cut_into_stages
 from megatron_zb_plan.step import seconds_apart
@@ -36,6 +36,17 @@ def test_products_with_weights_take_as_long_in_f_b_and_w() -> None:
     assert work.weight == pytest.approx(2 * 1024 * weights / a100().matrix_products.reached)
     assert work.forward > work.weight
     assert work.backward > work.forward
+
+
+@pytest.mark.parametrize(("gated", "forward", "backward"), [(False, 2, 3), (True, 3, 5)])
+def test_an_activation_function_reads_and_writes_16_bits(
+    gated: bool, forward: int, backward: int
+) -> None:
+    """F reads g gates and writes one value; B reads these g + 1 and writes g."""
+    mlp = mlp_operator(small(gated_mlp=gated), 0)
+    assert mlp is not None
+    assert mlp.forward == 2 * forward * mlp.inputs
+    assert mlp.backward == 2 * backward * mlp.inputs
 
 
 def test_a_small_microbatch_is_less_efficient() -> None:
