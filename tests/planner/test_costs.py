@@ -14,7 +14,7 @@ from megatron_zb.schedules.placement import looped, v_shape
 from megatron_zb_plan import byte_counts
 from megatron_zb_plan.device import DeviceConfig, Link, Places
 from megatron_zb_plan.model import ModelConfig
-from megatron_zb_plan.operators import all_weights, mlp_operator, model_flops
+from megatron_zb_plan.operators import all_weights, attention_flops, mlp_operator, model_flops
 from megatron_zb_plan.prediction import IterationSettings, peak_of, predict, worst_rank
 from megatron_zb_plan.stages import cut_into_stages
 from megatron_zb_plan.step import seconds_apart
@@ -65,6 +65,15 @@ def test_recomputation_adds_f_to_b_and_nothing_to_w() -> None:
     assert none.backward < some.backward < everything.backward
     assert none.forward == some.forward == everything.forward
     assert none.weight == some.weight == everything.weight
+
+
+def test_scores_that_are_stored_are_computed_and_moved_again() -> None:
+    """By selective recomputation: 16 heads, 8 bytes of each score."""
+    model = small(flash_attention=False)
+    none, some = (load(model, gapless(), recompute=how) for how in ("none", "selective"))
+    products = attention_flops(model, 1024, 1024) / a100().attention.reached
+    again = some.layer(0).backward - none.layer(0).backward
+    assert again == pytest.approx(products + some.moved(8 * 16 * 1024**2))
 
 
 def test_activations_are_those_of_the_papers() -> None:
