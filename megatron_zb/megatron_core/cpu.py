@@ -310,7 +310,12 @@ def redirect_adam() -> None:
             return state
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            super().load_state_dict(state_dict)
+            # Megatron stores no number of steps while it is 0, as where fp16 skips the first ones
+            states = {
+                key: {"step": torch.tensor(0.0), **state} if state else state
+                for key, state in state_dict["state"].items()
+            }
+            super().load_state_dict({**state_dict, "state": states})
             self._steps_to_groups()
 
     optim.AdamW = AdamW

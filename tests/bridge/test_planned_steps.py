@@ -384,7 +384,8 @@ def refused(case: str) -> str:
     import trainers
 
     args = trainers.arguments(2)
-    settings = Settings(pipeline_schedule="v-half", num_microbatches=4)
+    limit = 0.6 if case == "too long" else None
+    settings = Settings(pipeline_schedule="v-half", num_microbatches=4, pipeline_memory_limit=limit)
     with install(settings, args) as pipeline:
         process = trainers.Actor(args, pipeline.builder)
         try:
@@ -417,6 +418,8 @@ REFUSED = {
     "no tokens": "lengths: tokens are [1.0, 0.0, 3.0] and squares [1.0, 0.0, 9.0]: give positive "
     "numbers, and leave out microbatches that have no tokens",
     "squares": "lengths: 3 tokens and 2 squares: give one of each for every microbatch",
+    "too long": "v-half cannot run these microbatches within 0.6 of 1F1B's memory: the longest alone "
+    "takes 0.99 of it; raise the memory limit, or pack the sequences more evenly",
 }
 
 

@@ -116,5 +116,19 @@ def test_an_optimizer_tells_its_steps_with_and_without_parameters(
     for parameter in held:  # as a resume may set it
         optimizer.state[parameter]["step"] = torch.tensor(7.0)
         parameter.grad = torch.ones(2)
-    optimizer.step()
+    assert optimizer.step(lambda: 5.0) == 5.0
     assert optimizer.param_groups[0]["step"] == (8 if parameters else 3)
+
+
+def test_an_optimizer_loads_moments_of_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Megatron stores them where fp16 has skipped every step so far."""
+    monkeypatch.setattr(torch.optim, "AdamW", torch.optim.AdamW)  # which is restored afterwards
+    redirect_adam()
+    weight = torch.nn.Parameter(torch.ones(2))
+    state = torch.optim.AdamW([weight]).state_dict()
+    assert state["state"][0].pop("step") == 0
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.load_state_dict(state)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 1

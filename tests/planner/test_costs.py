@@ -14,7 +14,7 @@ from megatron_zb.schedules.placement import looped, v_shape
 from megatron_zb_plan import byte_counts
 from megatron_zb_plan.device import DeviceConfig, Link, Places
 from megatron_zb_plan.model import ModelConfig
-from megatron_zb_plan.operators import all_weights, model_flops
+from megatron_zb_plan.operators import all_weights, attention_flops, mlp_operator, model_flops
 from megatron_zb_plan.prediction import IterationSettings, peak_of, predict, worst_rank
 from megatron_zb_plan.stages import cut_into_stages
 from megatron_zb_plan.step import seconds_apart
@@ -38,6 +38,17 @@ def test_products_with_weights_take_as_long_in_f_b_and_w() -> None:
     assert work.backward > work.forward
 
 
+@pytest.mark.parametrize(("gated", "forward", "backward"), [(False, 2, 3), (True, 3, 5)])
+def test_an_activation_function_reads_and_writes_16_bits(
+    gated: bool, forward: int, backward: int
+) -> None:
+    """F reads g gates and writes one value; B reads these g + 1 and writes g."""
+    mlp = mlp_operator(small(gated_mlp=gated), 0)
+    assert mlp is not None
+    assert mlp.forward == 2 * forward * mlp.inputs
+    assert mlp.backward == 2 * backward * mlp.inputs
+
+
 def test_a_small_microbatch_is_less_efficient() -> None:
     one, two = (load(small(), microbatch=b).layer(0) for b in (1, 2))
     assert two.forward < 2 * one.forward
@@ -54,6 +65,15 @@ def test_recomputation_adds_f_to_b_and_nothing_to_w() -> None:
     assert none.backward < some.backward < everything.backward
     assert none.forward == some.forward == everything.forward
     assert none.weight == some.weight == everything.weight
+
+
+def test_scores_that_are_stored_are_computed_and_moved_again() -> None:
+    """By selective recomputation: 16 heads, 8 bytes of each score."""
+    model = small(flash_attention=False)
+    none, some = (load(model, gapless(), recompute=how) for how in ("none", "selective"))
+    products = attention_flops(model, 1024, 1024) / a100().attention.reached
+    again = some.layer(0).backward - none.layer(0).backward
+    assert again == pytest.approx(products + some.moved(8 * 16 * 1024**2))
 
 
 def test_activations_are_those_of_the_papers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_zb_plan.byte_counts import StateBytes
-from megatron_zb_plan.strategy import Strategy
+from megatron_zb_plan.strategy import Strategy, _neighbours
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,7 @@ def test_a_strategy_names_what_is_not_usual(changes: dict[str, int | str], text:
 def test_states_are_added_part_by_part() -> None:
     one, other = StateBytes(1, 2, 3, 4, 5), StateBytes(10, 20, 30, 40, 50)
     assert one + other == StateBytes(11, 22, 33, 44, 55)
+
+
+def test_numbers_of_gpus_that_are_tried_instead_are_the_nearest() -> None:
+    assert list(_neighbours(2))[:3] == [1, 3, 4]

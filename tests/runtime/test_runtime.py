@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from megatron_zb.runtime.channels import Channels, ShapedChannels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.observer import MemoryRecorder, Observers, Recorder
 from megatron_zb.schedules.families import dualpipe_v_order
-from megatron_zb.schedules.passes import Pair, Pass, PassKind
+from megatron_zb.schedules.passes import Channel, Pair, Pass, PassKind
 
 PAIRS = "the published pairs of dualpipe-v"
 
@@ -302,3 +303,15 @@ def test_a_sum_of_gradients_is_waited_for_on_its_stream_alone(
     tensor: Any = SimpleNamespace(is_cuda=True, device="cuda:0")
     assert link_times._seconds_to_sum(tensor) == 3.0
     assert did == ["barrier", "sum", "stream"]
+
+
+def test_an_answer_is_compared_with_the_middle_of_its_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The round of 2 seconds is the fastest: 6 is its middle, and the answer says 6.5."""
+    clock = iter([1.0, 4.0, 5.0, 7.0, *[9.0, 19.0] * (link_times._ROUNDS - 2)])
+    monkeypatch.setattr(link_times, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    channels: Any = MagicMock()
+    channels.take.return_value = torch.tensor([6.5])
+    found = link_times._fastest_round(channels, Channel(0, 1), True, lambda: torch.zeros(1))
+    assert found == (2.0, 0.5)

@@ -11,6 +11,7 @@ from drawn_limits import within_a_limit
 from hypothesis import strategies as st
 
 from megatron_zb import schedules
+from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs
@@ -138,11 +139,10 @@ def test_below_1f1bs_memory_pairs_with_recomputed_units_beat_either(
     assert max(simulate(both, costs).peak_memory) <= 2.0 + 1e-9
 
 
-@pytest.mark.slow
-def test_offload_still_has_no_pairs_to_go_with() -> None:
+def test_offload_has_no_pairs_to_go_with() -> None:
     costs = costs_of(2).with_offload(seconds=0.1)
-    given: dict[str, Any] = {"pipeline_size": 2, "num_microbatches": 3, "memory_limit": 1.0}
-    assert not schedules.build("v-zb", **given, costs=costs).offloaded
+    with pytest.raises(UsageError, match=r"offload .* pairs of F and B keep every activation"):
+        schedules.build("v-zb", pipeline_size=2, num_microbatches=3, memory_limit=1.0, costs=costs)
 
 
 # --- vocabulary parallelism
