@@ -161,6 +161,7 @@ def _is_left_out(node: ast.AST) -> bool:
     ):
         return True
     documents = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    documents |= isinstance(node, ast.keyword) and node.arg == "examples"  # of a field
     return documents or isinstance(node, ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom)
 
 

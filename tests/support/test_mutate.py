@@ -72,6 +72,11 @@ def test_every_kind_of_change_is_made() -> None:
     assert {(m.name, *m.anchor[1:]) for m in of(SOURCE)} == EXPECTED
 
 
+def test_examples_of_a_field_are_for_readers() -> None:
+    found = list(mutants.places_of(b"SIZE = size(8, examples=[9])", "a.py"))
+    assert [ast.unparse(place.change.old) for place in found] == ["8"]
+
+
 def test_a_change_is_made_where_it_stands_and_nowhere_else() -> None:
     mutant = one_of(SOURCE, "comparison", "value >= best")
     changed = mutant.applied(SOURCE.encode()).decode()
