@@ -418,8 +418,8 @@ REFUSED = {
     "no tokens": "lengths: tokens are [1.0, 0.0, 3.0] and squares [1.0, 0.0, 9.0]: give positive "
     "numbers, and leave out microbatches that have no tokens",
     "squares": "lengths: 3 tokens and 2 squares: give one of each for every microbatch",
-    "too long": "v-half cannot run these microbatches within 0.6 of 1F1B's memory: the longest alone "
-    "takes 0.99 of it; raise the memory limit, or pack the sequences more evenly",
+    "too long": "v-half cannot run these microbatches within 0.6 of 1F1B's memory: the longest "
+    "alone takes 0.99 of it; raise the memory limit, or pack the sequences more evenly",
 }
 
 

@@ -105,7 +105,9 @@ def test_post_validation_sums_norms_along_the_pipeline(post_validation: str, dif
     assert bool(compare(*logs, combination).first) is differs
 
 
-@pytest.mark.parametrize(("precision", "differs"), [("bf16", False), ("fp16", True), ("fp32", True)])
+@pytest.mark.parametrize(
+    ("precision", "differs"), [("bf16", False), ("fp16", True), ("fp32", True)]
+)
 def test_z_loss_has_the_rounding_of_its_precision(precision: str, differs: bool) -> None:
     combination = draw(space_of("0.16"), "compare/0") | {
         "vocabulary": "whole",
