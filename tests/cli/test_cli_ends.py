@@ -324,7 +324,7 @@ def test_a_slow_plan_goes_on_where_its_progress_meets_a_full_disk(tmp_path: Path
     program.write_text(SLOW_PLAN, encoding="utf-8")
     words = "plan --config gpt_1_5b --gpus 8 --tries 1 --schedules v-zb,zb-h1".split()
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, program, *words]
+        command = [sys.executable, str(program), *words]
         buffered = {n: v for n, v in os.environ.items() if n != "PYTHONUNBUFFERED"}
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=full, timeout=120, check=False, env=buffered
