@@ -6,11 +6,10 @@ import argparse
 import json
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zb.cli.ending import report_if_slow
+from megatron_zb.cli.ending import report_if_slow, say
 from megatron_zb.cli.extensions import Commands, add_command, extensions
 
 if TYPE_CHECKING:
@@ -389,8 +388,7 @@ class _Progress:
         elif is_due and text:
             self._next = time.monotonic() + self.EVERY
             place = f"{min(done + 1, of)} of {of}"
-            with suppress(OSError, ValueError):  # nobody reads it
-                print(f"plan: looking at {text} ({place})", file=sys.stderr, flush=True)
+            say(f"plan: looking at {text} ({place})")
 
 
 # --- flags

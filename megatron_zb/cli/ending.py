@@ -47,7 +47,7 @@ def ended(program: str, command: Callable[[], int | None]) -> int:
         return _NOBODY_READS
     except OSError as error:
         _write_no_more(sys.stdout)
-        _say(f"{program}: error: {_describe(error)}")
+        say(f"{program}: error: {_describe(error)}")
         return WRONG
     finally:
         try:
@@ -61,20 +61,22 @@ def _code_of(program: str, command: Callable[[], int | None]) -> int:
         with explain_missing_package():
             return command() or 0
     except UsageError as error:
-        _say(f"{program}: error: {error}")
+        say(f"{program}: error: {error}")
         return WRONG
     except KeyboardInterrupt as error:
         terminated = isinstance(error, _Terminated)
-        _say(f"{program}: {'terminated' if terminated else 'interrupted'}")
+        say(f"{program}: {'terminated' if terminated else 'interrupted'}")
         return TERMINATED if terminated else INTERRUPTED
     finally:
         sys.stdout.flush()
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Print a line on standard error, if it can be written."""
-    with suppress(OSError, ValueError):
+    try:
         print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # nor can what others write or flush later
+        _write_no_more(sys.stderr)
 
 
 @contextmanager
@@ -141,8 +143,6 @@ def _report_until(done: Event, what: str, after: float, every: float) -> None:
     begun = time.monotonic()
     if done.wait(after):
         return
-    with suppress(OSError, ValueError):  # standard error is closed, or nobody reads it
-        print(f"{what} ...", file=sys.stderr, flush=True)
-        while not done.wait(every):
-            seconds = time.monotonic() - begun
-            print(f"{what} ... {seconds:.0f} s", file=sys.stderr, flush=True)
+    say(f"{what} ...")
+    while not done.wait(every):
+        say(f"{what} ... {time.monotonic() - begun:.0f} s")

@@ -306,3 +306,28 @@ def test_the_launcher_names_what_a_script_imports_in_vain(tmp_path: Path) -> Non
         "megatron_zb: error: the package a_package_that_nobody_has is not installed, which "
         f"{root / 'megatron/training/arguments.py'} imports in line 1: run "
     )
+
+
+SLOW_PLAN = """
+import sys
+from megatron_zb.cli import main as cli
+from megatron_zb_plan import cli as planning, workers
+
+if __name__ == "__main__":
+    planning._Progress.AFTER = workers.AFTER = 0.0
+    sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_slow_plan_goes_on_where_its_progress_meets_a_full_disk(tmp_path: Path) -> None:
+    program = tmp_path / "slow_plan.py"
+    program.write_text(SLOW_PLAN, encoding="utf-8")
+    words = "plan --config gpt_1_5b --gpus 8 --tries 1 --schedules v-zb,zb-h1".split()
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, str(program), *words]
+        buffered = {n: v for n, v in os.environ.items() if n != "PYTHONUNBUFFERED"}
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=full, timeout=120, check=False, env=buffered
+        )
+    assert done.returncode == 0
+    assert b"zb-h1" in done.stdout

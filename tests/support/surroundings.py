@@ -117,7 +117,7 @@ SURROUNDINGS = {
     "full output and errors": Surrounding(full=(1, 2)),
     "nobody reads": Surrounding(reads=False),
     "full disk": Surrounding(most=0),
-    "nearly full disk": Surrounding(most=512),
+    "nearly full disk": Surrounding(most=256),
     **{f"SIGINT after {s} s": Surrounding(number=signal.SIGINT, seconds=s) for s in _MOMENTS},
     **{f"SIGTERM after {s} s": Surrounding(number=signal.SIGTERM, seconds=s) for s in _MOMENTS},
     "SIGKILL after 2.5 s": Surrounding(number=signal.SIGKILL, seconds=2.5),
