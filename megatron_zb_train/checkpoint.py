@@ -80,6 +80,7 @@ def save(args: argparse.Namespace, trainee: Trainee, progress: Progress) -> None
         UsageError: the directory cannot be written.
     """
     metadata = _metadata(args.use_distributed_optimizer)
+    _begin_torch_adam(trainee.optimizer)
     state = _state(trainee, metadata, loading=False)
     state["rng_state"] = _random_states()
     state["scheduler"] = trainee.scheduler.state_dict()
@@ -267,16 +268,32 @@ def _prepare_torch_adam(optimizer: Any) -> None:
     for part, adam in _torch_adams(optimizer):
         for group in adam.param_groups:
             for parameter in group["params"]:
-                adam.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                adam.state[parameter] = _first_state(parameter)
         part._set_main_param_and_optimizer_states = partial(_set_states, part)
 
 
+def _begin_torch_adam(optimizer: Any) -> None:
+    """Give torch's Adam the states of its first step where fp16 has skipped all steps so far.
+
+    Otherwise the checkpoint has none, and cannot be loaded.
+    """
+    for _, adam in _torch_adams(optimizer):
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                if not adam.state[parameter]:
+                    adam.state[parameter] = _first_state(parameter)
+
+
+def _first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "step": torch.tensor(0.0),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
 def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
-    for part in optimizer.chained_optimizers:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             yield part, part.optimizer
 
