@@ -213,6 +213,8 @@ def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
     state = read(path, lambda: dist_checkpointing.load(request, str(path)))
     for chunk, key in zip(trainee.chunks, _model_keys(trainee), strict=True):
         unwrap_model(chunk).load_state_dict(state[key])
+    for _, adam in _torch_adams(trainee.optimizer):
+        adam.register_load_state_dict_pre_hook(_with_steps)
     trainee.optimizer.load_state_dict(state["optimizer"])
     if args.use_distributed_optimizer:
         _separate_steps(trainee.optimizer)
@@ -282,6 +284,15 @@ def _begin_torch_adam(optimizer: Any) -> None:
             for parameter in group["params"]:
                 if not adam.state[parameter]:
                     adam.state[parameter] = _first_state(parameter)
+
+
+def _with_steps(_: torch.optim.Optimizer, stored: dict[str, Any]) -> dict[str, Any]:
+    """Add the number of steps that Megatron does not store while it is 0."""
+    states = {
+        key: {"step": torch.tensor(0.0), **state} if state else state
+        for key, state in stored["state"].items()
+    }
+    return {**stored, "state": states}
 
 
 def _first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -183,6 +183,25 @@ def test_mock_data_needs_no_file(tmp_path: Path) -> None:
         assert dropped.by_iteration(key) == sliced.by_iteration(key)
 
 
+@pytest.mark.parametrize("distributed", [None, True])
+def test_a_run_whose_steps_fp16_has_all_skipped_continues(
+    distributed: bool | None, corpus: str, tmp_path: Path
+) -> None:
+    """Adam has no states then, which a checkpoint without them could not give back."""
+    overflow = {"--initial-loss-scale": 2**20, "--loss-scale-window": 1, "--hysteresis": 1}
+    flags = {**overflow, "--fp16": True, "--data-path": corpus, "--pipeline-schedule": "zb-h1"}
+    flags["--use-distributed-optimizer"] = distributed
+    whole = trained(tmp_path, flags)
+    saved = tmp_path / "saved"
+    saving = {"--save": saved, "--save-interval": 1, "--exit-interval": 1}
+    first = trained(tmp_path, {**flags, **saving})
+    assert first.by_iteration("skipped") == {1: 1}
+    continued = trained(tmp_path, {**flags, "--load": saved})
+    assert continued.by_iteration("lm_loss") == whole.by_iteration("lm_loss", after=1)
+    assert continued.by_iteration("skipped") == whole.by_iteration("skipped", after=1)
+    assert 0 in whole.by_iteration("skipped").values()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [("v-half", "v-half"), (None, "v-half"), ("v-half", None)]
