@@ -18,7 +18,6 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import asks_for_layer_streams
-from megatron_zb.megatron_core.profiled_steps import iterations_left
 from megatron_zb_train import checkpoint, data
 from megatron_zb_train.checkpoint import Progress
 from megatron_zb_train.finite import LossCheck, said_in_a_sentence
@@ -68,6 +67,8 @@ def train(
         log.evaluation(done, _evaluate(args, trainee, valid_data, done))
         return
     if adapter is not None:
+        from megatron_zb.megatron_core.profiled_steps import iterations_left
+
         adapter.count_iterations(
             lambda: iterations_left(progress.iteration, args.train_iters, args.exit_interval)
         )
