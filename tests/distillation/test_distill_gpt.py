@@ -373,7 +373,7 @@ def test_the_script_refuses_words_of_which_the_command_knows_nothing(
 
 @pytest.mark.slow
 def test_the_example_of_the_script_runs(tmp_path: Path) -> None:
-    """In a folder of its own, with the commands that --help prints."""
+    """In an empty folder, with the commands that --help prints."""
     example = _script("--help").stdout.partition("command that it runs.\n")[2]
     example = example.partition("what is trained:")[0]
     for name in ("scripts", "configs"):

@@ -27,7 +27,7 @@ def named(name: str) -> Schedule:
 
 
 def test_passes_vary_as_they_should() -> None:
-    """Evenly around their seconds, W and B of a whole backward each by itself."""
+    """Seconds are uniform around their means; B and W of a whole backward vary independently."""
     table = Costs.uniform(pipeline_size=2, forward=2.0, backward=1.0, weight=3.0).for_placement(
         looped(2)
     )

@@ -22,7 +22,7 @@ from megatron_zb.schedules.stage_costs import StageCosts
 DEVIATION = 0.1
 """Standard deviation of the seconds of a pass, as a share of them."""
 NEAR = 1.01
-"""The seconds of an order that may take the place of the fastest one, as a share of its own."""
+"""The most that an order may take, as a multiple of the fastest, to be chosen in its place."""
 _DRAWS = 24
 _MOST = 6  # orders that are compared
 _MOST_PASSES = 24_000  # of a step, beyond which the fastest order is taken as it is
