@@ -112,7 +112,7 @@ class VocabularyPart(StepPart):
             chunks[self._output.chunk], "post_process", return_model_obj=True
         )
         if self._output.depths > 1 and model.post_process:
-            self._prediction = PredictedLosses(model, self._output.shard)
+            self._prediction = PredictedLosses.of(model, self._output.shard)
 
     def weight_passes(self, step: Step) -> Mapping[int, int]:
         """Count the V and G of each chunk of this rank, which compute weight gradients."""

@@ -12,7 +12,9 @@ logs those of prediction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.model_calls import calls_replaced
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import COMPUTED, HOOKED, has_hooks
 from megatron_zb.megatron_core.step import device
@@ -323,27 +326,48 @@ def with_later(tokens: torch.Tensor, depths: int, group: Any, packed: Any) -> li
 
 
 class PredictedLosses:
-    """The last stage's ``model`` with multi-token prediction: stops it before its losses."""
+    """The last stage's ``model`` with multi-token prediction: stops it before its losses.
+
+    A GPTModel computes them in a method of its own, a HybridModel at the end of its forward.
+    """
 
     def __init__(self, model: Any, shard: VocabularyShard) -> None:
-        self._model, self._shard, self._whole = model, shard, model._postprocess
+        self._model, self._shard = model, shard
         self._call: dict[str, Any] = {}
         self._has_processor = False
         self._losses: list[torch.Tensor] = []
-        model._postprocess = self._before_losses
+        self._replace_end()
         model.compute_language_model_loss = self._next_loss
+
+    @classmethod
+    def of(cls, model: Any, shard: VocabularyShard) -> PredictedLosses:
+        kind = cls if hasattr(model, "_postprocess") else _PredictedLossesOfHybrid
+        return kind(model, shard)
+
+    def _replace_end(self) -> None:
+        self._whole = self._model._postprocess
+        self._model._postprocess = self._before_losses
 
     def _before_losses(self, **call: Any) -> torch.Tensor:
         """Return the output (depths x sequence, batch, width) of the layers of all depths."""
-        model = self._model
-        model.post_process = False
-        try:
+        with self._with(post_process=False):
             hidden: torch.Tensor = self._whole(**{**call, "mtp_in_postprocess": True})
-        finally:
-            model.post_process = True
+        return self._keep(call, hidden)
+
+    def _keep(self, call: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
         self._call = dict.fromkeys(call) | {name: call.get(name) for name in _OF_LOSSES}
         self._has_processor = call.get("output_processor") is not None
         return self._shard.loss(call["labels"], hidden)
+
+    @contextmanager
+    def _with(self, **attributes: Any) -> Iterator[None]:
+        """Let the model have other attributes inside."""
+        usual = {name: getattr(self._model, name, None) for name in attributes}
+        vars(self._model).update(attributes)
+        try:
+            yield
+        finally:
+            vars(self._model).update(usual)
 
     def call(self) -> dict[str, Any]:
         """Return what the losses of the forward that has just run depend on.
@@ -372,12 +396,13 @@ class PredictedLosses:
         self._losses = [*losses[1:], losses[0]]
         # logits of two words, of which the first one is every label
         words = [torch.stack([of.t().float(), 0.5 * torch.ones_like(of.t())], 2) for of in right]
-        given = call | {
-            "hidden_states": torch.cat(words),
-            "labels": torch.zeros_like(call["labels"]),
-            "mtp_in_postprocess": False,
-            "runtime_gather_output": True,
-        }
+        labels = torch.zeros_like(call["labels"])
+        given = call | {"labels": labels, "runtime_gather_output": True}
+        return self._run_end(given, torch.cat(words))
+
+    def _run_end(self, call: dict[str, Any], logits: torch.Tensor) -> torch.Tensor:
+        """Run Megatron's code between its prediction layers and its loss."""
+        given = call | {"hidden_states": logits, "mtp_in_postprocess": False}
         found: torch.Tensor = self._whole(**given)
         return found
 
@@ -386,3 +411,27 @@ class PredictedLosses:
         del labels
         loss = self._losses.pop(0)
         return loss if self._losses else loss + 0 * logits[..., 0].t()
+
+
+class _PredictedLossesOfHybrid(PredictedLosses):
+    def _replace_end(self) -> None:
+        self._whole = self._model.forward
+        self._model.forward = self._run_up_to_losses
+
+    def _run_up_to_losses(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        call = signature(self._whole).bind(*arguments, **options).arguments
+        with self._with(post_process=False, mtp_process=True):
+            hidden: torch.Tensor = self._whole(**call)
+        return self._keep(call, hidden)
+
+    def _run_end(self, call: dict[str, Any], logits: torch.Tensor) -> torch.Tensor:
+        """Run the forward with logits in the place of what all its layers return."""
+
+        def layers(*_arguments: Any, **_options: Any) -> torch.Tensor:
+            return logits
+
+        model = self._model
+        changed = self._with(mtp_process=True, preprocess_for_paged_stash=_nothing)
+        with changed, calls_replaced(model.decoder, layers), calls_replaced(model.mtp, layers):
+            found: torch.Tensor = self._whole(**call | {"decoder_input": logits})
+        return found

@@ -14,7 +14,8 @@ import gpt_cases
 import pytest
 import torch
 from brief_searches import briefly
-from gpt_cases import GPTCase, Outcome
+from feature_matrix import _MOE
+from gpt_cases import GPTCase, Outcome, as_hybrid, skip_without_hybrids
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
@@ -48,8 +49,23 @@ CASES = {
         4,
         GPTCase(tied=True, dtype="bfloat16", tensor_parallel=2, sequence_parallel=True),
     ),
+    "hybrid": (2, as_hybrid(GPTCase())),
+    "hybrid-tied-rotary-sequence-parallel": (
+        4,
+        as_hybrid(GPTCase(tied=True, rotary=True, tensor_parallel=2, sequence_parallel=True)),
+    ),
+    "hybrid-tied-bf16-data-parallel": (
+        4,
+        as_hybrid(
+            GPTCase(tied=True, dtype="bfloat16", data_parallel=2, overlap_grad_reduce=True)
+        ),
+    ),
+    "hybrid-tied-experts": (2, as_hybrid(GPTCase(tied=True, options=tuple(_MOE.items())))),
 }
 ON_REQUEST = (
+    "hybrid",
+    "hybrid-tied-rotary-sequence-parallel",
+    "hybrid-tied-bf16-data-parallel",
     "two-ranks",
     "tensor-parallel",
     "sequence-parallel",
@@ -129,8 +145,11 @@ def test_a_sharded_output_layer_trains_as_megatrons(
 ) -> None:
     """And in every schedule alike, to the last bit."""
     count, case = CASES[name]
+    skip_without_hybrids(case)
     found = ranks(count).run(
-        differences, case=replace(case, layers=8), schedules=["v-half", *others]
+        differences,
+        case=case if case.hybrid else replace(case, layers=8),
+        schedules=["v-half", *others],
     )
     assert found == [[]] * count
 

@@ -9,7 +9,7 @@ from typing import Any
 import gpt_cases
 import pytest
 import torch
-from gpt_cases import GPTCase, Outcome
+from gpt_cases import GPTCase, Outcome, as_hybrid, skip_without_hybrids
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import RankPools
@@ -31,8 +31,18 @@ CASES = {
     "data-parallel": (4, replace(ONE, tied=True, data_parallel=2, overlap_grad_reduce=True)),
     "repeated": (2, replace(TWO, options=(("mtp_use_repeated_layer", True),))),
     "four": (4, TWO),
+    "hybrid": (2, as_hybrid(replace(TWO, per_token_loss=True))),
+    "hybrid-tied": (2, as_hybrid(replace(TWO, tied=True))),
+    "hybrid-sequence-parallel": (
+        4,
+        as_hybrid(replace(ONE, tensor_parallel=2, sequence_parallel=True)),
+    ),
+    "hybrid-data-parallel": (
+        4,
+        as_hybrid(replace(ONE, tied=True, data_parallel=2, overlap_grad_reduce=True)),
+    ),
 }
-USUAL = ("two-tied", "two-per-token-loss", "sequence-parallel")
+USUAL = ("two-tied", "two-per-token-loss", "sequence-parallel", "hybrid-tied")
 TOLERANCE = 2e-6  # as of a model without prediction
 
 
@@ -92,6 +102,7 @@ def differences(case: GPTCase, schedules: list[str]) -> list[str]:
 )
 def test_prediction_trains_as_megatrons(ranks: RankPools, name: str, others: list[str]) -> None:
     count, case = CASES[name]
+    skip_without_hybrids(case)
     if not {option for option, _ in case.options} <= set(vars(TransformerConfig)):
         pytest.skip("this megatron-core lacks it")
     found = ranks(count).run(differences, case=case, schedules=["v-half", *others])

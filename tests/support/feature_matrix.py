@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from gpt_cases import GPTCase
+from gpt_cases import FIRST_WITH_HYBRIDS, GPTCase
 
 REPRESENTATIVE = ("v-half", "zb-h1", "interleaved")
 EVERY = "every schedule"
@@ -99,7 +99,6 @@ _LATENT = _options(
     qk_layernorm=True,
     add_bias_linear=False,
 )
-_HYBRIDS = (0, 19)
 _GATED_DELTA = _options(
     linear_conv_kernel_dim=4,
     linear_key_head_dim=8,
@@ -239,14 +238,14 @@ ROWS = (
         "`pretrain_hybrid.py`, `--hybrid-layer-pattern *-*E*E*-`",
         GPTCase(hybrid="*-*E*E*-", layers=8, options=_options(**_MOE)),
         schedules=(*REPRESENTATIVE, "v-zb"),
-        since=_HYBRIDS,
+        since=FIRST_WITH_HYBRIDS,
     ),
     Row(
         "hybrid, tied, multi-token prediction",
         "`--hybrid-layer-pattern *-*-*-*-/*-`",
         GPTCase(hybrid="*-*-*-*-", layers=8, multi_token=1, rotary=True, tied=True),
         schedules=_WITH_TE,
-        since=_HYBRIDS,
+        since=FIRST_WITH_HYBRIDS,
     ),
     Row(
         "Mamba layers (scan in torch)",
@@ -257,14 +256,14 @@ ROWS = (
             options=_options(mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2),
         ),
         schedules=_WITH_TE,
-        since=_HYBRIDS,
+        since=FIRST_WITH_HYBRIDS,
     ),
     Row(
         "gated delta layers (deterministic, in torch)",
         "`--hybrid-layer-pattern G*G-G-GG`",
         GPTCase(hybrid="G*G-G-GG", layers=8, options=_GATED_DELTA),
         schedules=_WITH_TE,
-        since=_HYBRIDS,
+        since=FIRST_WITH_HYBRIDS,
     ),
     Row(
         "Mamba and gated delta kernels",

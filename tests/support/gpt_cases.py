@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,6 +12,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import pytest
 import rank_process
 import torch
 from adapters import scheduled
@@ -40,6 +42,7 @@ from megatron.core.utils import unwrap_model
 from user_changes import change
 
 from megatron_zb import schedules
+from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb.megatron_core.random_streams import global_parameters, initialise_by_global_name
@@ -49,6 +52,7 @@ from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.slices import Slicing
 
 SEQUENCE, VOCABULARY = 16, 64
+FIRST_WITH_HYBRIDS = (0, 19)
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,30 @@ class GPTCase:
     @property
     def torch_dtype(self) -> torch.dtype:
         return torch.float64 if self.exact else getattr(torch, self.dtype)
+
+
+def as_hybrid(case: GPTCase) -> GPTCase:
+    """The same layers as a HybridModel: each is one of attention, and one of an MLP or experts."""
+    options = dict(case.options)
+    attention = "+" if options.get("multi_latent_attention") else "*"
+    routed = options.get("moe_layer_freq") or [1] * case.layers
+    has_experts = options.get("num_moe_experts") is not None
+    layers = [attention + ("E" if has_experts and of else "-") for of in routed]
+    layout = None
+    if case.layout is not None:
+        one = iter(layers)
+        layout = re.sub("t", lambda _: next(one), re.sub("[EL]", "", case.layout))
+    left = {name: value for name, value in options.items() if name != "moe_layer_freq"}
+    pattern = "".join(layers)
+    return replace(
+        case, hybrid=pattern, layers=len(pattern), layout=layout, options=tuple(left.items())
+    )
+
+
+def skip_without_hybrids(case: GPTCase) -> None:
+    """Skip a test of a hybrid model where Megatron's has another name or no chunks."""
+    if case.hybrid is not None and versions.core_series() < FIRST_WITH_HYBRIDS:
+        pytest.skip("this megatron-core has no HybridModel")
 
 
 @dataclass(frozen=True)
@@ -437,7 +465,9 @@ def _gpt_model(
 def _hybrid_model(adapter: PipelineAdapter | None, case: GPTCase, **more: Any) -> Any:
     from hybrid_layers import hybrid_model  # changes Megatron's modules
 
-    pattern = f"{case.hybrid}{'/*-' * case.multi_token}"
+    assert case.hybrid is not None
+    attention = "+" if "+" in case.hybrid else "*"
+    pattern = f"{case.hybrid}{f'/{attention}-' * case.multi_token}"
     return hybrid_model(pattern, adapter and adapter.layer_layout, **more)
 
 

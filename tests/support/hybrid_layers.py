@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from gpt_cases import LatentAttention, SequenceParallelNorm, SharedAttention
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid import hybrid_layer_allocation as allocation
@@ -20,35 +21,51 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.gated_delta_net import common, gdn
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch.nn import functional
 
 
+class Norm:
+    """Torch's norm, or one for sequence parallelism."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
+        kind: Any = SequenceParallelNorm if config.sequence_parallel else WrappedTorchNorm
+        return kind(config=config, hidden_size=hidden_size, eps=eps)
+
+
 def _stack() -> Any:
     layers = hybrid_stack_spec.submodules
+    multi_latent_attention.HAVE_TE = False
     dense, routed = (get_gpt_layer_local_spec(n).submodules for n in (None, 2))
-    layers.attention_layer.submodules = TransformerLayerSubmodules(
-        input_layernorm=dense.input_layernorm,
-        self_attention=dense.self_attention,
-        self_attn_bda=dense.self_attn_bda,
-    )
+    latent = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True).submodules
+    for layer, like, core in (
+        (layers.attention_layer, dense, SharedAttention),
+        (layers.mla_layer, latent, LatentAttention),
+    ):
+        like.self_attention.submodules.core_attention = core
+        layer.submodules = TransformerLayerSubmodules(
+            input_layernorm=Norm,
+            self_attention=like.self_attention,
+            self_attn_bda=like.self_attn_bda,
+        )
     for layer, like in ((layers.mlp_layer, dense), (layers.moe_layer, routed)):
         layer.submodules = TransformerLayerSubmodules(
-            pre_mlp_layernorm=like.pre_mlp_layernorm, mlp=like.mlp, mlp_bda=like.mlp_bda
+            pre_mlp_layernorm=Norm, mlp=like.mlp, mlp_bda=like.mlp_bda
         )
-    layers.gdn_layer.submodules.input_layernorm = WrappedTorchNorm
+    layers.gdn_layer.submodules.input_layernorm = Norm
     delta = layers.gdn_layer.submodules.self_attention.submodules
     delta.in_proj, delta.out_proj = ColumnParallelLinear, RowParallelLinear
-    delta.out_norm = WrappedTorchNorm
-    layers.mamba_layer.submodules.norm = WrappedTorchNorm
+    delta.out_norm = Norm
+    layers.mamba_layer.submodules.norm = Norm
     mixer = layers.mamba_layer.submodules.mixer
     mixer.params = {"rmsnorm": False}  # it is another kernel
     mixer.submodules.in_proj, mixer.submodules.out_proj = ColumnParallelLinear, RowParallelLinear
     (predicted,) = layers.mtp_block_spec.submodules.layer_specs
-    predicted.submodules.enorm = predicted.submodules.hnorm = WrappedTorchNorm
+    predicted.submodules.enorm = predicted.submodules.hnorm = Norm
     predicted.submodules.eh_proj = ColumnParallelLinear
-    predicted.submodules.layer_norm = WrappedTorchNorm
+    predicted.submodules.layer_norm = Norm
     return hybrid_stack_spec
 
 
@@ -89,7 +106,7 @@ def _scan(
     return (torch.stack(outputs, 1).flatten(-2) * functional.silu(z)).to(zxbcdt.dtype)
 
 
-hybrid_block.TENorm = WrappedTorchNorm
+hybrid_block.TENorm = Norm
 mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.mamba_split_conv1d_scan_combined = True, _scan
 common.HAVE_FLA, common.l2norm = True, partial(functional.normalize, dim=-1)
 assert gdn.torch_chunk_gated_delta_rule is common.torch_chunk_gated_delta_rule
