@@ -156,7 +156,8 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
     """
     if not chooses_schedule(args):
         return None
-    from megatron_zb.measured.balance import attention_of, ends_of
+    from megatron_zb.measured.balance import ends_of
+    from megatron_zb.measured.counted_layers import attention_of
     from megatron_zb.megatron_core.adapter import Chunks, build_adapter, copy_of
     from megatron_zb.megatron_core.current_schedule import JobSizes
     from megatron_zb.schedules.layout import Layers

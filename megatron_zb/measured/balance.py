@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import AUTO_LAYOUT, LAYOUT_FLAG
+from megatron_zb.measured.counted_layers import (
+    LATENT_SIZES,
+    flops_of_kind,
+    has_attention_sizes,
+    layer_flops,
+)
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.measured.usual_gpu import ShardOverhead
@@ -20,7 +28,6 @@ from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import Costs, PassKind, Schedule, layout, simulate
 from megatron_zb.schedules.layout import Layers, Layout
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.step_plan import NO_ATTENTION, AttentionWork
 
 _SIZES = {
     "layers": "--num-layers",
@@ -40,7 +47,7 @@ class Ends:
 
     ``shard_overhead`` is what it takes besides to shard the output layer over all ranks, and
     ``kept`` the part of ``output`` that stays on the last stage then: layers of multi-token
-    prediction.
+    prediction. ``work`` is that of each decoder layer, 1 in the mean, or nothing if they are alike.
     """
 
     embedding: float
@@ -49,6 +56,14 @@ class Ends:
     profile: Profile | None = None
     shard_overhead: ShardOverhead = field(default_factory=ShardOverhead)
     kept: float = 0.0
+    work: tuple[float, ...] = ()
+
+    def of_stages(self, counts: Layout) -> list[float]:
+        """Return the work of the layers of each stage, in layers."""
+        if not self.work:
+            return [float(count) for count in counts]
+        layers = iter(self.work)
+        return [sum(islice(layers, count)) for count in counts]
 
     def __str__(self) -> str:
         return (
@@ -92,13 +107,14 @@ def measured(path: Path, sizes: Mapping[str, int]) -> Ends:
 
 
 def costs_of(layers: int, pipeline_size: int, ends: Ends) -> Costs:
-    """Build the costs of equal layers and the ends; F, B and W of a layer take p / layers each.
+    """Build the costs of layers and the ends; F, B and W of a mean layer take p / layers each.
 
     A transfer takes :data:`TRANSFER`.
     """
-    work = [pipeline_size / layers] * layers
-    work[0] *= 1 + ends.embedding
-    work[-1] *= 1 + ends.output
+    of_layers = ends.of_stages((1,) * layers)
+    of_layers[0] += ends.embedding
+    of_layers[-1] += ends.output
+    work = [pipeline_size / layers * of_layer for of_layer in of_layers]
     return Costs.of_slices(
         pipeline_size=pipeline_size, forward=work, backward=work, weight=work, p2p=TRANSFER
     )
@@ -119,7 +135,7 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, sharded: b
             return fit.sharded_costs(placement, layers, ends.shard_overhead)
         return fit.costs(placement, layers)
     layer = p / max(sum(layers), 1)
-    work = [layer * count for count in layers]
+    work = [layer * of_stage for of_stage in ends.of_stages(layers)]
     embedding, output = layer * ends.embedding, layer * (ends.output - ends.kept)
     work[-1] += layer * ends.kept
     if not sharded:
@@ -147,11 +163,18 @@ def with_counted_vocabulary(
     return costs.with_prediction() if predicts else costs
 
 
-def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> Ends:
-    """Derive the ends from FLOPs; each multi-token prediction is a layer and an output layer."""
+def counted(
+    layer_flops: float, output_flops: float, multi_token: int = 0, predicting: float = 1.0
+) -> Ends:
+    """Derive the ends from FLOPs; each multi-token prediction also has an output layer.
+
+    Args:
+        predicting: the number of layers that one of multi-token prediction counts for.
+    """
     output = output_flops / layer_flops
+    kept = multi_token * predicting
     known = "counted from the sizes of the model"
-    return Ends(0.0, output + multi_token * (1 + output), known, kept=float(multi_token))
+    return Ends(0.0, output * (1 + multi_token) + kept, known, kept=kept)
 
 
 def balanced(layers: int, schedule: Schedule, ends: Ends) -> Balance:
@@ -166,16 +189,18 @@ def balanced(layers: int, schedule: Schedule, ends: Ends) -> Balance:
     sharded = any(p.kind is PassKind.O for rank in schedule.ranks for p in rank)
     whole, ends = ends, replace(ends, embedding=0.0, output=ends.kept) if sharded else ends
     asked = Layers(layers, embedding=ends.embedding, output=ends.output)
-    found = layout.balanced(asked, placement)
+    found = [layout.balanced(asked, placement)]
     even, *_ = layout.choices(layers, placement, ends.embedding, ends.output)
+    if ends.work:
+        found = layout.weighed(ends.work, placement, ends.embedding, ends.output)
 
     def costs(counts: Layout) -> Costs:
         if sharded:
             return costs_beside(placement, counts, whole, sharded=True)
         return _costs(schedule, counts, ends)
 
-    seconds = {counts: simulate(schedule, costs(counts)).makespan for counts in (even, found)}
-    best = min((even, found), key=seconds.__getitem__)
+    seconds = {counts: simulate(schedule, costs(counts)).makespan for counts in (even, *found)}
+    best = min(seconds, key=seconds.__getitem__)
     return Balance(best, 1 - seconds[best] / seconds[even], ends)
 
 
@@ -184,7 +209,7 @@ def _costs(schedule: Schedule, counts: Layout, ends: Ends) -> Costs:
     profile = ends.profile
     if profile is not None and profile.pipeline_size == placement.pipeline_size:
         return Fit.of(profile).costs(placement, counts)
-    work = [float(count) for count in counts]
+    work = ends.of_stages(counts)
     work[0] += ends.embedding
     work[-1] += ends.output
     return Costs.of_slices(
@@ -192,8 +217,11 @@ def _costs(schedule: Schedule, counts: Layout, ends: Ends) -> Costs:
     )
 
 
-def of_arguments(value: str, args: Any) -> Ends:
+def of_arguments(value: str, args: Any, pattern: str = "") -> Ends:
     """Return the ends for a value of ``--pipeline-layer-layout`` and Megatron's arguments.
+
+    Args:
+        pattern: that of a hybrid model.
 
     Raises:
         UsageError: the profile is wrong, or the costs of the ends do not follow from the sizes.
@@ -208,12 +236,12 @@ def of_arguments(value: str, args: Any) -> Ends:
         found, by_sizes = measured(Path(value), sizes), ends_of(args)
         return found if by_sizes is None else replace(found, shard_overhead=by_sizes.shard_overhead)
     instead = f"give a file of --pipeline-profile instead of {AUTO_LAYOUT}"
-    if not _has_attention_sizes(args):
+    if not has_attention_sizes(args):
         raise UsageError(
             f"{LAYOUT_FLAG} {AUTO_LAYOUT} cannot count multi-latent attention without its sizes: "
-            f"give {', '.join(map(flag_of, _LATENT))}, or {instead}"
+            f"give {', '.join(map(flag_of, LATENT_SIZES))}, or {instead}"
         )
-    ends = ends_of(args)
+    ends = ends_of(args, pattern)
     if ends is None:
         raise UsageError(
             f"{LAYOUT_FLAG} {AUTO_LAYOUT} has to know how large layers and the output layer are: "
@@ -223,80 +251,31 @@ def of_arguments(value: str, args: Any) -> Ends:
     return ends
 
 
-def ends_of(args: Any) -> Ends | None:
-    """Derive the ends from the sizes of a model; return None where these do not suffice."""
+def ends_of(args: Any, pattern: str = "") -> Ends | None:
+    """Derive the ends from the sizes of a model; return None where these do not suffice.
+
+    Args:
+        pattern: that of a hybrid model, whose letters are layers of unequal work.
+    """
     vocabulary = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
-    if vocabulary is None or not _has_attention_sizes(args):
+    if vocabulary is None or not has_attention_sizes(args):
         return None
     if not all((args.hidden_size, args.num_attention_heads, args.seq_length)):
         return None
-    layer = _layer_flops(args)
-    multi_token = getattr(args, "mtp_num_layers", None) or 0
-    ends = counted(layer, 2.0 * args.hidden_size * vocabulary, multi_token)
+    multi_token, predicting = getattr(args, "mtp_num_layers", None) or 0, 1.0
+    work: tuple[float, ...] = ()
+    if not pattern:
+        layer = layer_flops(args)
+    else:
+        kinds, depths = layout.pattern_kinds(pattern), layout.predicting_parts(pattern)
+        flops = {kind: flops_of_kind(args, kind) for kind in {*kinds, *"".join(depths)}}
+        if not kinds or None in flops.values():
+            return None
+        layer = fmean(flops[kind] for kind in kinds)
+        work = tuple(flops[kind] / layer for kind in kinds)
+        predicting = sum(flops[kind] for kind in "".join(depths[:1])) / layer
+    output_flops = 2.0 * args.hidden_size * vocabulary
+    ends = counted(layer, output_flops, multi_token, predicting)
     tensor = args.tensor_model_parallel_size
     shard_overhead = ShardOverhead.of_sizes(layer, vocabulary, args.hidden_size, tensor)
-    return replace(ends, shard_overhead=shard_overhead.times(1 + multi_token))
-
-
-def attention_of(args: Any) -> AttentionWork:
-    """Count the work of attention beside linear layers; none where the sizes do not suffice."""
-    if not _has_attention_sizes(args):
-        return NO_ATTENTION
-    if not all(getattr(args, name, None) for name in ("hidden_size", "num_attention_heads")):
-        return NO_ATTENTION
-    linear, scores = _layer_products(args)
-    return AttentionWork.counted(scores, linear)
-
-
-def _layer_flops(args: Any) -> float:
-    """Count a layer's FLOPs per token in F: products with weights, half of those with scores."""
-    linear, scores = _layer_products(args)
-    return 2.0 * (linear + args.seq_length * scores)
-
-
-def _layer_products(args: Any) -> tuple[int, int]:
-    """Count a layer's products per token in F with weights, and half of those with one score."""
-
-    def given(name: str) -> Any:
-        return getattr(args, name, None)
-
-    hidden = args.hidden_size
-    attention, scores = _latent_attention(args) if _is_latent(args) else _attention(args)
-    inner = given("ffn_hidden_size") or 4 * hidden
-    matrices = 3 if given("swiglu") or given("gated_linear_unit") else 2
-    if given("num_experts") or given("num_moe_experts"):
-        inner = (given("moe_ffn_hidden_size") or inner) * (given("moe_router_topk") or 2)
-        inner += given("moe_shared_expert_intermediate_size") or 0
-    return attention + matrices * hidden * inner, scores
-
-
-def _attention(args: Any) -> tuple[int, int]:
-    hidden, heads = args.hidden_size, args.num_attention_heads
-    head = getattr(args, "kv_channels", None) or hidden // heads
-    # a config has no flag for groups, arguments have a number without it
-    given = getattr(args, "num_query_groups", None)
-    groups = given if getattr(args, "group_query_attention", True) and given else heads
-    return 2 * hidden * head * (heads + groups), heads * head
-
-
-_LATENT = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-
-
-def _is_latent(args: Any) -> bool:
-    return bool(getattr(args, "multi_latent_attention", False))
-
-
-def _has_attention_sizes(args: Any) -> bool:
-    """Whether attention can be counted; where it is latent, its widths have to be given."""
-    return not _is_latent(args) or all(getattr(args, name, None) for name in _LATENT)
-
-
-def _latent_attention(args: Any) -> tuple[int, int]:
-    """Count multi-latent attention (DeepSeek-V2, arXiv 2405.04434)."""
-    hidden, heads = args.hidden_size, args.num_attention_heads
-    narrow, plain, rotary, value = (getattr(args, name) for name in _LATENT)
-    query, rank = plain + rotary, getattr(args, "q_lora_rank", None)
-    queries = rank * (hidden + heads * query) if rank else hidden * heads * query
-    keys_and_values = hidden * (narrow + rotary) + narrow * heads * (plain + value)
-    scores = heads * (query + value) // 2
-    return queries + keys_and_values + heads * value * hidden, scores
+    return replace(ends, shard_overhead=shard_overhead.times(1 + multi_token), work=work)

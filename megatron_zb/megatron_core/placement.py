@@ -144,12 +144,12 @@ class ModelPlacement:
             UsageError: they cannot be placed.
         """
         layers, written, placement = sizes.layers, sizes.layer_layout, schedule.placement
+        letters = placed_letters(sizes, placement)
         if isinstance(written, str):
-            letters = layout.read(written, layers, placement.num_stages)
             return cls(placement, letters, keeps_places=placement.chunks == 1)
         balance = None if written is None else balanced(layers.decoder, schedule, written)
-        counts = layout.spread(layers, placement) if balance is None else balance.layers
-        letters = layout.lettered(counts, layers.multi_token)
+        if balance is not None:
+            letters = layout.lettered(balance.layers, layers.multi_token)
         keeps_places = layout.is_megatrons(letters, layers, placement)
         return cls(
             placement,
@@ -163,6 +163,19 @@ class ModelPlacement:
     def chunks(self) -> int:
         """The number of model chunks of a rank."""
         return self.physical.placement.chunks
+
+
+def placed_letters(sizes: JobSizes, placement: Placement) -> Letters:
+    """Return the layers of each stage as they are written, or else evenly spread.
+
+    Raises:
+        UsageError: there are too few layers, or those written are not those of the model.
+    """
+    layers, written = sizes.layers, sizes.layer_layout
+    if isinstance(written, str):
+        return layout.read(written, layers, placement.num_stages)
+    share = layout.spread if written is None else layout.balanced
+    return layout.lettered(share(layers, placement), layers.multi_token)
 
 
 # --- the lines that a job prints at its start: its schedule, its ranks and what to expect

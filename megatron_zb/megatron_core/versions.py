@@ -200,6 +200,25 @@ HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 WITHOUT_HYBRID_CHUNKS = (0, 16)
 
 
+def hybrid_letters(series: tuple[int, int] | None = None) -> list[str]:
+    """Return the letters of a hybrid model's layers; none for another series than this one's.
+
+    Args:
+        series: of Megatron-LM; None is the one installed.
+    """
+    if series not in (None, core_series()):
+        return []
+    for module in ("models.hybrid", "ssm"):
+        for prefix in ("", "mamba_"):
+            with suppress(ModuleNotFoundError):
+                found = import_module(f"megatron.core.{module}.{prefix}hybrid_layer_allocation")
+                names = ("VALID_LAYERS", "VALID")  # the latter until 0.16
+                return sorted(
+                    next(getattr(found.Symbols, n) for n in names if hasattr(found.Symbols, n))
+                )
+    return []
+
+
 def hybrid_segments() -> list[tuple[ModuleType, str]]:
     """Return the function that cuts a hybrid model's pattern into stages; 0.18 has moved it.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -22,10 +22,12 @@ from megatron_zb.job.settings import (
     asks_for_layer_streams,
 )
 from megatron_zb.measured import balance
-from megatron_zb.megatron_core import refusals
+from megatron_zb.measured.counted_layers import attention_of
+from megatron_zb.megatron_core import refusals, versions
 from megatron_zb.megatron_core.adapter import Chunks, PipelineAdapter, build_adapter, copy_of
 from megatron_zb.megatron_core.connections import group_options
 from megatron_zb.megatron_core.current_schedule import JobSizes
+from megatron_zb.megatron_core.placement import placed_letters
 from megatron_zb.megatron_core.profiled_steps import iterations_left
 from megatron_zb.megatron_core.refusals import OVERLAP, Asked
 from megatron_zb.megatron_core.sliced_documents import ENDS, MASK
@@ -80,12 +82,16 @@ def adapter_of(
         UsageError: the arguments cannot be combined, or the schedule cannot be built.
     """
     args.mtp_num_layers = layers_of(args).multi_token or args.mtp_num_layers
+    _check_pattern(args, series)
     asked = asked_of(args, series)
     refusals.check(asked)
     options = group_options(
         args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
     )
-    adapter = build_adapter(args, _sizes(args), _chunks(args), build, options)
+    sizes, chunks = _sizes(args), _chunks(args)
+    if args.pipeline_schedule_file is None:  # whose stages are those of the file, unsearched
+        _check_placements(sizes, asked.placements)
+    adapter = build_adapter(args, sizes, chunks, build, options)
     keeps_places = adapter.placed.keeps_places or not _is_placed(args)
     draws = asks_for_layer_streams(args.pipeline_random_streams, keeps_places)
     refusals.check(asked.known((adapter.schedule.placement,), draws_by_layer=draws))
@@ -254,7 +260,9 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
         UsageError: a size is missing or wrong.
     """
     _check_sizes(args)
-    ends = None if _is_hybrid(args) else balance.ends_of(with_derived(args))
+    pattern, ends = _pattern(args) or "", None
+    if not _is_heterogeneous(args):
+        ends = balance.ends_of(with_derived(args), pattern)
     return JobSizes(
         pipeline_size=args.pipeline_model_parallel_size,
         num_microbatches=_num_microbatches(args),
@@ -263,12 +271,30 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
         ends=ends,
         overlaps_all_to_all=bool(getattr(args, OVERLAP, False)),
         copy=copy_of(args),
-        attention=balance.attention_of(with_derived(args)),
+        attention=attention_of(with_derived(args), pattern),
         sequence=args.seq_length,
         spread=args.tensor_model_parallel_size * args.context_parallel_size,
         hidden=getattr(args, "hidden_size", None),
         kept=_kept_by_slices(args),
     )
+
+
+def _check_placements(sizes: JobSizes, placements: Collection[Placement]) -> None:
+    """Refuse layers that no placement can have, before a search.
+
+    Raises:
+        UsageError: why the first placement cannot.
+    """
+    problems: list[UsageError] = []
+    for placement in placements:
+        try:
+            placed_letters(sizes, placement)
+        except UsageError as error:
+            problems.append(error)
+        else:
+            return
+    if problems:
+        raise problems[0]
 
 
 def _kept_by_slices(args: argparse.Namespace) -> float:
@@ -399,7 +425,7 @@ def _layout(args: argparse.Namespace) -> str | balance.Ends | None:
     if asked is None:
         return None if written is None else str(written)
     _check_balance(args, asked)
-    return balance.of_arguments(asked, with_derived(args))
+    return balance.of_arguments(asked, with_derived(args), _pattern(args) or "")
 
 
 def _check_balance(args: argparse.Namespace, asked: str) -> None:
@@ -408,33 +434,70 @@ def _check_balance(args: argparse.Namespace, asked: str) -> None:
             f"{LAYOUT_FLAG} is '{asked}': give {AUTO_LAYOUT} or a .yaml file of "
             "--pipeline-profile, or write the layers with --pipeline-model-parallel-layout"
         )
-    if _is_hybrid(args):
+    if not _is_placed(args):
         raise UsageError(
-            f"{LAYOUT_FLAG} {asked} cannot tell the layers of a hybrid model apart: leave it out"
+            f"{LAYOUT_FLAG} {asked} cannot place the layers of this model, which Megatron-LM "
+            "places itself: leave it out"
+        )
+    if _pattern(args) is not None and asked != AUTO_LAYOUT:
+        raise UsageError(
+            f"{LAYOUT_FLAG} {asked}: a profile cannot tell the layers of a hybrid model apart: "
+            f"give {AUTO_LAYOUT}, or write '|' into its pattern"
         )
     _check_alone(args, f"{LAYOUT_FLAG} {asked}")
 
 
 def _check_alone(args: argparse.Namespace, asked: str) -> None:
-    for name in ("pipeline_model_parallel_layout", *DIVISION[:4]):
-        if getattr(args, name):
+    for name in ("pipeline_model_parallel_layout", "pipeline_layer_layout", *DIVISION[:4]):
+        if getattr(args, name) and not asked.startswith(flag_of(name)):
             raise UsageError(
                 f"{asked} and {flag_of(name)} both say which layers a stage has: leave one out"
             )
 
 
-def _is_hybrid(args: argparse.Namespace) -> bool:
-    """Return whether layers are of several kinds, which a layout does not distinguish."""
-    heterogeneous = getattr(args, "heterogeneous_layers_config_path", None)
-    return bool(_pattern(args) or heterogeneous)
+def _is_heterogeneous(args: argparse.Namespace) -> bool:
+    return getattr(args, "heterogeneous_layers_config_path", None) is not None
 
 
 def _is_placed(args: argparse.Namespace) -> bool:
     """Return whether layers are placed by the schedule, not by Megatron's own rules."""
-    return not _is_hybrid(args) or _says_chunks(args)
+    if _pattern(args) is None:
+        return not _is_heterogeneous(args)
+    return _says_chunks(args)
 
 
 # --- the pattern of a hybrid model
+
+
+def _check_pattern(args: argparse.Namespace, series: tuple[int, int] | None) -> None:
+    """Refuse a pattern that Megatron-LM would not take, before a search.
+
+    Raises:
+        UsageError: a letter is unknown, or what is wrong by Megatron's own reading.
+    """
+    pattern = _pattern(args)
+    if pattern is None:
+        return
+    named = f"hybrid layer pattern '{pattern}'"
+    letters = versions.hybrid_letters(series)
+    unknown = [each for each in pattern if each not in {*letters, *layout.SEPARATORS}]
+    if letters and unknown:
+        raise UsageError(
+            f"{named}: no kind of layer is written '{unknown[0]}': use {', '.join(letters)}, '|' "
+            "between stages and '/' before layers of multi-token prediction"
+        )
+    if len(set(predicting_parts(pattern))) > 1:
+        raise UsageError(f"{named}: write the same layers after each '/'")
+    if "*" in pattern and set(pattern) & set("+D"):
+        raise UsageError(
+            f"{named}: * cannot be in a model with + or D: use one of them for all its attention"
+        )
+    layers, p = len(pattern_kinds(pattern)), args.pipeline_model_parallel_size
+    if not _says_chunks(args) and layers % max(p, 1):
+        raise UsageError(
+            f"{named}: this Megatron-LM gives as many layers to each pipeline rank, and {p} ranks "
+            f"do not divide its {layers}: add or remove layers"
+        )
 
 
 def _pattern(args: argparse.Namespace) -> str | None:

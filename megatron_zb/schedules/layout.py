@@ -57,8 +57,7 @@ def spread(layers: Layers, placement: Placement) -> Layout:
     if min(counts) < 1 or sum(counts) != layers.decoder:
         raise UsageError(
             f"{layers.decoder} layers cannot be placed on {placement.num_stages} stages with at "
-            f"least one on each{_describe_ends(layers)}: give more layers, or say the layers of "
-            f"each stage with {FLAG}"
+            f"least one on each{_describe_ends(layers)}: give more layers, or {_by_hand(layers)}"
         )
     return counts
 
@@ -73,7 +72,7 @@ def balanced(layers: Layers, placement: Placement) -> Layout:
     if sum(counts) != layers.decoder:
         raise UsageError(
             f"{layers.decoder} layers cannot be balanced over {placement.num_stages} stages: give "
-            f"more layers, or say the layers of each stage with {FLAG}"
+            f"more layers, or {_by_hand(layers)}"
         )
     return counts
 
@@ -206,6 +205,12 @@ def _shared_out(layers: Layers, placement: Placement, least_at_ends: int) -> Lay
     return tuple(counts)
 
 
+def _by_hand(layers: Layers) -> str:
+    if layers.kinds:
+        return "write '|' between the stages in the pattern"
+    return f"say the layers of each stage with {FLAG}"
+
+
 def _describe_ends(layers: Layers) -> str:
     ends = (("first", layers.first), ("last", layers.last))
     said = [f"{count} on the {name}" for name, count in ends if count is not None]
@@ -307,6 +312,9 @@ def unrolled(layout: str) -> str:
 
 
 # --- the text of a hybrid model's layers
+
+SEPARATORS = "|/"
+"""What stands between stages, and before the layers of multi-token prediction."""
 
 
 def main_pattern(pattern: str) -> str:

@@ -12,12 +12,12 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import (
     Ends,
-    attention_of,
     balanced,
     counted,
     measured,
     of_arguments,
 )
+from megatron_zb.measured.counted_layers import attention_of
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.schedules.step_plan import NO_ATTENTION
 

@@ -56,9 +56,7 @@ CASES = {
     ),
     "hybrid-tied-bf16-data-parallel": (
         4,
-        as_hybrid(
-            GPTCase(tied=True, dtype="bfloat16", data_parallel=2, overlap_grad_reduce=True)
-        ),
+        as_hybrid(GPTCase(tied=True, dtype="bfloat16", data_parallel=2, overlap_grad_reduce=True)),
     ),
     "hybrid-tied-experts": (2, as_hybrid(GPTCase(tied=True, options=tuple(_MOE.items())))),
 }

@@ -471,18 +471,68 @@ def test_a_hybrid_pattern_of_megatron_0_16_keeps_its_own_placement() -> None:
             "--mtp-num-layers 2 cannot be combined with --enable-optimizer-post-validation",
         ),
         (
-            "v-half --pipeline-layer-layout auto",
+            "v-half --pipeline-layer-layout profile.yaml",
             {"hybrid_layer_pattern": "M*-M" * 4},
-            "--pipeline-layer-layout auto cannot tell the layers of a hybrid model apart",
+            "profile.yaml: a profile cannot tell the layers of a hybrid model apart: give auto",
         ),
+        (
+            "v-half --pipeline-layer-layout auto",
+            {"hybrid_layer_pattern": "M*|-M|" * 3 + "M*|-M", "vocab_size": 64},
+            "'|' in --hybrid-layer-pattern and --pipeline-layer-layout both say which",
+        ),
+        ("auto", {"hybrid_layer_pattern": "M*Q-" * 4}, "no kind of layer is written 'Q': use *, +, -"),
+        ("auto", {"hybrid_layer_pattern": "M*-M" * 4 + "/Q"}, "no kind of layer is written 'Q'"),
+        ("auto", {"hybrid_layer_pattern": "M*-M" * 4 + "/M/*"}, "the same layers after each '/'"),
+        ("auto", {"hybrid_layer_pattern": "M*+-" * 4}, "* cannot be in a model with + or D"),
+        ("auto", {"hybrid_layer_pattern": "M*-M|" * 4 + "M"}, "it has 5 segments ('|') and the"),
+        ("v-min", {"hybrid_layer_pattern": "M*-"}, "write '|' between the stages in the pattern"),
     ],
 )
 def test_a_hybrid_pattern_that_cannot_be_placed(
-    line: str, upstream: dict[str, Any], words: str
+    line: str, upstream: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(versions, "hybrid_letters", lambda series=None: sorted("*-EM+GD"))
+    args = parsed(f"--pipeline-schedule {line}", num_layers=None, **upstream)
     with pytest.raises(UsageError) as refused:
-        adapter_of(parsed(f"--pipeline-schedule {line}", num_layers=None, **upstream))
+        adapter_of(args, build=_no_search)
     assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def _no_search(*_arguments: Any, **_options: Any) -> Any:
+    raise AssertionError("a search has begun")
+
+
+def test_a_pattern_that_ranks_do_not_divide_is_refused_where_megatron_divides_it() -> None:
+    args = parsed("--pipeline-schedule zb-h1", num_layers=None, hybrid_override_pattern="M*-")
+    with pytest.raises(UsageError, match="4 ranks do not divide its 3: add or remove layers"):
+        adapter_of(args, build=_no_search)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+def test_letters_of_a_pattern_are_costs(schedule: str) -> None:
+    """Stages of few experts and of much attention have as much to do."""
+    line = f"--pipeline-schedule {schedule} --pipeline-layer-layout auto"
+    model = {
+        "hybrid_layer_pattern": "*" * 32 + "E" * 16,
+        "num_layers": None,
+        "vocab_size": 64,
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 2048,
+    }
+    args = parsed(line, **model)
+    adapter = adapter_of(args)
+    balance = adapter.placed.balance
+    assert balance is not None and balance.gain > 0.2
+    segments = args.hybrid_layer_pattern.split("|")
+    assert "".join(segments) == model["hybrid_layer_pattern"]
+    of_experts, of_attention = max(balance.ends.work), min(balance.ends.work)
+    assert of_experts > 5 * of_attention
+    ranks = [0.0] * 4
+    for segment, rank in zip(segments, adapter.schedule.placement.rank_of, strict=True):
+        ranks[rank] += segment.count("E") * of_experts + segment.count("*") * of_attention
+    assert max(ranks) < 1.25 * sum(ranks) / 4
 
 
 def test_chunks_of_a_table_are_not_those_of_a_pattern(table: Path) -> None:

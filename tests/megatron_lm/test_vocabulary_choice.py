@@ -116,11 +116,10 @@ def test_what_cannot_be_sharded_stays_whole_and_says_why(
     ("upstream", "words"),
     [
         ({"mtp_detach_heads": True}, "the weight would get the gradient of multi-token prediction"),
-        ({"hybrid_layer_pattern": "M*-E"}, "only GPTModel is supported"),
         ({"cuda_graph_impl": "transformer_engine"}, "its passes are not captured"),
         ({"enable_optimizer_post_validation": True}, "the forwards that run again have no passes"),
     ],
-    ids=["detached", "hybrid", "graphs", "post-validation"],
+    ids=["detached", "graphs", "post-validation"],
 )
 def test_what_cannot_be_combined_is_refused_in_a_sentence(
     upstream: dict[str, Any], words: str

@@ -10,7 +10,8 @@ from counted_sizes import arguments
 from measured_runs import P, profile
 from small_models import a100, load, small
 
-from megatron_zb.measured.balance import attention_of, of_arguments
+from megatron_zb.measured.balance import of_arguments
+from megatron_zb.measured.counted_layers import attention_of
 from megatron_zb.measured.fit import Fit, Variant
 from megatron_zb.measured.profile import Profile
 from megatron_zb.schedules.placement import looped
