@@ -376,7 +376,8 @@ def _hooks(mark: Mark, model: Any) -> Iterator[Any]:
         mark(AFTER)
         _when_its_gradient_comes(output, mark, LAYERS)
 
-    norm = getattr(decoder, "final_layernorm", None)
+    norms = (getattr(decoder, name, None) for name in ("final_layernorm", "final_norm"))
+    norm = next(filter(None, norms), None)  # a HybridModel has the latter
     if norm is not None:
         yield norm.register_forward_pre_hook(lambda module, args: ends(args[0]))
     else:

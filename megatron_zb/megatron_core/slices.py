@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_zb.errors import UsageError
@@ -38,6 +38,10 @@ from megatron_zb.megatron_core.sliced_routers import WholeRouting, has_losses
 from megatron_zb.megatron_core.sliced_stage import SlicedStage
 from megatron_zb.megatron_core.step import Step, StepPart, activation_shape
 from megatron_zb.schedules.slices import Slicing, slicing_of
+
+
+SLICED = frozenset({"GPTModel", "HybridModel", "MambaModel"})
+"""Classes of models whose microbatches can be cut; a HybridModel was a MambaModel before 0.18."""
 
 
 class SlicesPart(StepPart):
@@ -82,13 +86,15 @@ class SlicesPart(StepPart):
         """
         self.cuts = [Cut(()) for _ in chunks]
         for cut, chunk in zip(self.cuts, chunks, strict=True):
-            if not isinstance(chunk, GPTModel):
+            if SLICED.isdisjoint(kind.__name__ for kind in type(chunk).__mro__):
                 raise UsageError(
-                    f"{FLAG} is for GPTModel, not for {type(chunk).__name__}: leave it out"
+                    f"{FLAG} is for GPTModel and HybridModel, not for {type(chunk).__name__}: "
+                    "leave it out"
                 )
             for module in chunk.modules():
-                if hasattr(module, "self_attention"):
-                    self._layers.append(Prefix(cut, module.self_attention))
+                attention = getattr(module, "self_attention", getattr(module, "mixer", None))
+                if attention is not None and not isinstance(attention, IdentityOp):
+                    self._layers.append(Prefix(cut, attention))
                 if isinstance(module, TopKRouter) and has_losses(module):
                     self._layers.append(WholeRouting(cut, module))
                 if isinstance(module, RotaryEmbedding):

@@ -13,8 +13,17 @@ from unittest.mock import patch
 import gpt_cases
 import pytest
 import torch
-from feature_matrix import _LATENT, _MOE
-from gpt_cases import GPTCase, Outcome, built, forward_backward, microbatches, run
+from feature_matrix import _GATED_DELTA, _LATENT, _MOE
+from gpt_cases import (
+    GPTCase,
+    Outcome,
+    as_hybrid,
+    built,
+    forward_backward,
+    microbatches,
+    run,
+    skip_without_hybrids,
+)
 from megatron.core import parallel_state
 from ranks import RankFailure, RankPools
 from sizes import every_value
@@ -72,6 +81,22 @@ CASES = {
         PLAIN, context_parallel=2, rotary=True, options=(("num_query_groups", 2),)
     ),
 }
+HYBRIDS = {
+    name: as_hybrid(replace(PLAIN, **settings))
+    for name, settings in {
+        "tied, rotary, full recomputation": {
+            "tied": True,
+            "rotary": True,
+            "options": CASES["full recomputation"].options,
+        },
+        "experts": {"options": tuple(_MOE.items())},
+        "latent attention": {"options": _LATENT},
+        "documents, per-token loss": {"documents": "ends", "per_token_loss": True},
+        "sequence parallelism": {"tensor_parallel": 2, "sequence_parallel": True},
+        "context parallelism": {"context_parallel": 2, "rotary": True},
+    }.items()
+}
+"""Layers as a pattern, of cases above."""
 _SHARED = replace(PLAIN, context_parallel=2, rotary=True)
 SHARED = {
     "evaluated": _SHARED,
@@ -134,6 +159,31 @@ def test_a_sliced_step_is_megatrons_up_to_rounding(ranks: RankPools, what: str, 
     size = 2 * case.tensor_parallel * case.context_parallel * case.data_parallel
     found = ranks(size).run(distance, case=case, name=name, slices="4", forward_only=False)
     assert max(found) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "name"), every_value([*HYBRIDS], ["1f1b", "v-half", "auto"]))
+def test_a_hybrid_model_is_cut_as_a_gpt(ranks: RankPools, what: str, name: str) -> None:
+    case = HYBRIDS[what]
+    skip_without_hybrids(case)
+    size = 2 * case.tensor_parallel * case.context_parallel
+    for forward_only in (False, True):
+        found = ranks(size).run(
+            distance, case=case, name=name, slices="4", forward_only=forward_only
+        )
+        assert max(found) < 1e-12
+
+
+@pytest.mark.parametrize(("pattern", "layer"), [("*-M-", "MambaMixer"), ("*-G-", "GatedDeltaNet")])
+def test_a_layer_with_a_state_is_refused_by_name(
+    ranks: RankPools, pattern: str, layer: str
+) -> None:
+    settings = {"M": {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2}}
+    options = settings.get(pattern[2]) or dict(_GATED_DELTA)
+    case = GPTCase(hybrid=pattern, layers=4, slices="4", options=tuple(options.items()))
+    skip_without_hybrids(case)
+    with pytest.raises(RankFailure, match=f"UsageError: --pipeline-slices .*, not {layer}: leave"):
+        ranks(2).run(run, case=case, schedule="v-half", num_microbatches=[3])
 
 
 @pytest.mark.full

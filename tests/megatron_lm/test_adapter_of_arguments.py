@@ -480,7 +480,11 @@ def test_a_hybrid_pattern_of_megatron_0_16_keeps_its_own_placement() -> None:
             {"hybrid_layer_pattern": "M*|-M|" * 3 + "M*|-M", "vocab_size": 64},
             "'|' in --hybrid-layer-pattern and --pipeline-layer-layout both say which",
         ),
-        ("auto", {"hybrid_layer_pattern": "M*Q-" * 4}, "no kind of layer is written 'Q': use *, +, -"),
+        (
+            "auto",
+            {"hybrid_layer_pattern": "M*Q-" * 4},
+            "no kind of layer is written 'Q': use *, +, -",
+        ),
         ("auto", {"hybrid_layer_pattern": "M*-M" * 4 + "/Q"}, "no kind of layer is written 'Q'"),
         ("auto", {"hybrid_layer_pattern": "M*-M" * 4 + "/M/*"}, "the same layers after each '/'"),
         ("auto", {"hybrid_layer_pattern": "M*+-" * 4}, "* cannot be in a model with + or D"),
