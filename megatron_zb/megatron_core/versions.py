@@ -219,6 +219,14 @@ def hybrid_letters(series: tuple[int, int] | None = None) -> list[str]:
     return []
 
 
+def hybrid_models() -> list[type[Any]]:
+    """Return the class of hybrid models where it can be imported; 0.18 has renamed it."""
+    for module, name in (("hybrid.hybrid_model", "HybridModel"), ("mamba", "MambaModel")):
+        with suppress(ImportError):
+            return [getattr(import_module(f"megatron.core.models.{module}"), name)]
+    return []
+
+
 def hybrid_segments() -> list[tuple[ModuleType, str]]:
     """Return the function that cuts a hybrid model's pattern into stages; 0.18 has moved it.
 

@@ -68,7 +68,9 @@ def naming_chunk(vp_stage: int | None) -> Iterator[None]:
             return
         original(model, *args, **keywords)
 
-    undo = [replacing.replace_method(kind, "__init__", build) for kind in _kinds_of(GPTModel)]
+    bases = [GPTModel, *versions.hybrid_models()]
+    kinds = [kind for base in bases for kind in _kinds_of(base)]
+    undo = [replacing.replace_method(kind, "__init__", build) for kind in kinds]
     try:
         yield
     finally:

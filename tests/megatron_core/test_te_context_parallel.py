@@ -6,12 +6,13 @@ By all-gathers and by all-to-alls; the ring is left to a GPU.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import gpt_cases
 import pytest
 import torch
-from gpt_cases import GPTCase
+from gpt_cases import GPTCase, as_hybrid, skip_without_hybrids
 from rank_process import Kind
 from ranks import RankPool, RankPools
 from sizes import every_value, first
@@ -37,11 +38,15 @@ CASES = {
     "all-gather": shared("all_gather", rotary=True, per_token_loss=True),
     "all-to-all": shared("a2a", fused_accumulation=True, overlap_grad_reduce=True, tied=True),
     "experts": shared("a2a", EXPERTS, expert_parallel=2),
+    "hybrid": shared("all_gather", as_hybrid(PLAIN), rotary=True),
 }
 
 
 def differences(case: GPTCase, schedule: str) -> list[str]:
     gpt_cases._specification = layers_with_attention
+    if case.hybrid is not None:
+        install()
+        gpt_cases._hybrid_model = partial(gpt_cases._hybrid_model, of_te=True)
     return gpt_cases.differences(case, schedule, [3], iterations=2)
 
 
@@ -52,6 +57,7 @@ def differences(case: GPTCase, schedule: str) -> list[str]:
 def test_context_parallel_models_equal_megatrons(
     ranks: RankPools, te_pool: RankPool, name: str, schedule: str
 ) -> None:
+    skip_without_hybrids(CASES[name])
     four = ranks(4, Kind.TRANSFORMER_ENGINE)
     assert four.run(differences, case=CASES[name], schedule=schedule) == [[]] * 4
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from gpt_cases import GPTCase
+from gpt_cases import GPTCase, as_hybrid, skip_without_hybrids
 from rank_process import Kind
 from ranks import RankPool, RankPools
 from sizes import every_value
 from te_models import (
     CURRENT,
     EXPERTS,
+    FUSED,
     NVFP4,
     OPTIONS_OF_LATENT,
     differences,
@@ -31,6 +32,7 @@ from te_models import (
         GPTCase(overlap_grad_reduce=True, fused_accumulation=True),
         EXPERTS,
         replace(EXPERTS, fused_accumulation=True, overlap_grad_reduce=True),
+        as_hybrid(replace(EXPERTS, fused_accumulation=True, overlap_grad_reduce=True)),
     ],
     ids=[
         "plain",
@@ -40,9 +42,11 @@ from te_models import (
         "overlap-fused",
         "experts",
         "experts-overlap-fused",
+        "hybrid-experts-overlap-fused",
     ],
 )
 def test_models_equal_megatrons(te_pool: RankPool, case: GPTCase, schedule: str) -> None:
+    skip_without_hybrids(case)
     found = te_pool.run(differences, case=case, schedule=schedule, microbatches=[5])
     assert found == [[], []]
 
@@ -80,6 +84,9 @@ QUANTIZED = {
     "experts-current-reference": quantized("fp8", CURRENT, EXPERTS),
     "experts-delayed": quantized("fp8", "delayed", EXPERTS),
     "experts-mxfp8-fused": quantized("fp8", "mxfp8", replace(EXPERTS, fused_accumulation=True)),
+    "hybrid-current-reference": quantized("fp8", CURRENT, as_hybrid(FUSED)),
+    "hybrid-nvfp4-reference": quantized("fp4", NVFP4, as_hybrid(FUSED)),
+    "hybrid-experts-delayed": quantized("fp8", "delayed", as_hybrid(EXPERTS)),
 }
 
 
@@ -89,6 +96,7 @@ QUANTIZED = {
     every_value([*QUANTIZED], ["v-half", "zb-h1", "v-zb", "interleaved"], most=4),
 )
 def test_quantized_models_equal_megatrons(te_pool: RankPool, name: str, schedule: str) -> None:
+    skip_without_hybrids(QUANTIZED[name])
     found = te_pool.run(quantized_differences, case=QUANTIZED[name], schedule=schedule)
     assert found == [[], []]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from megatron_zb.measured.profile import read_profile
 from megatron_zb.megatron_lm.checkout import checkout_at
-from real_megatron_lm.runs import MODEL, Logged, check_equal, pretrain
+from real_megatron_lm.runs import MODEL, Logged, check_equal, check_near, pretrain
 
 SUPPORT = Path(__file__).parents[1] / "support"
 # On a CPU, the layers of its specification are replaced by Megatron's own local ones.
@@ -25,9 +28,15 @@ EXPERTS = """
 V_HALF = "--pipeline-schedule v-half"
 
 
-def train(checkout: Path, *flags: str, script: str = "pretrain_hybrid.py") -> Logged:
-    paths = {"PYTHONPATH": f"{SUPPORT}:{Path(__file__).parents[2]}"}
-    run = pretrain(checkout, HYBRID, *flags, ranks=2, script=script, environment=paths)
+EVALUATION = "--eval-interval 4"
+PATHS = {"PYTHONPATH": f"{SUPPORT}:{Path(__file__).parents[2]}"}
+UNEQUAL = "--spec unequal_samples STACK --variable-seq-lengths --moe-token-dispatcher-type alltoall"
+
+
+def train(
+    checkout: Path, *flags: str, script: str = "pretrain_hybrid.py", ranks: int = 2
+) -> Logged:
+    run = pretrain(checkout, HYBRID, *flags, ranks=ranks, script=script, environment=PATHS)
     assert run.code == 0, run.output
     return run
 
@@ -71,11 +80,92 @@ def test_segments_of_other_lengths_and_the_older_name_of_the_script(
     assert uneven.losses == even.losses
 
 
-def test_segments_for_another_number_of_stages_are_refused(checkout: Path) -> None:
-    pattern = "--hybrid-layer-pattern *-*-|*-*-"
-    paths = {"PYTHONPATH": f"{SUPPORT}:{Path(__file__).parents[2]}"}
+@dataclass(frozen=True)
+class Start:
+    """Two iterations of Megatron's own 1F1B, and what it logs after them."""
+
+    checkout: Path
+    flags: str
+    folder: Path
+    upstream: Logged
+
+    def go_on(self, schedule: str, ranks: int = 2) -> Logged:
+        load = f"--load {self.folder} --pipeline-schedule {schedule}"
+        return train(self.checkout, self.flags, load, ranks=ranks)
+
+
+def start_of(checkout: Path, folder: Path, flags: str) -> Start:
+    train(checkout, flags, f"--exit-interval 2 --save {folder} --save-interval 2")
+    return Start(checkout, flags, folder, train(checkout, flags, f"--load {folder}"))
+
+
+@pytest.fixture(scope="module")
+def start(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    folder = tmp_path_factory.mktemp("start")
+    found = start_of(checkout, folder, f"{PLAIN} {EVALUATION}")
+    assert list(found.upstream.losses) == [3, 4, 5, 6, 7]
+    assert found.upstream.evaluations
+    return found
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "v-half --pipeline-recompute auto --pipeline-memory-limit 0.45",
+        "auto --pipeline-offload auto --pipeline-memory-limit 0.5 --pipeline-verify",
+        "v-half --pipeline-layer-layout auto",
+    ],
+)
+def test_a_gpt_as_a_pattern_logs_what_upstream_logs(start: Start, schedule: str) -> None:
+    check_equal(start.go_on(schedule), start.upstream)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [
+        ("v-half --pipeline-vocabulary on", 2),
+        ("zb-h1 --pipeline-slices 12,12,8", 2),
+        ("v-zb --pipeline-slices 4 --pipeline-vocabulary on", 2),
+        ("v-half --pipeline-vocabulary on --pipeline-model-parallel-size 4", 4),
+    ],
+)
+def test_shards_and_slices_log_it_up_to_rounding(start: Start, schedule: str, ranks: int) -> None:
+    check_near(start.go_on(schedule, ranks), start.upstream)
+
+
+def test_a_profile_measures_layers_and_their_recomputation_by_megatron(
+    start: Start, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    run = start.go_on(f"v-half --pipeline-profile {path} {recompute} --train-iters 14")
+    assert {n: run.losses[n] for n in start.upstream.losses} == start.upstream.losses
+    parts = read_profile(path).parts
+    assert parts is not None and parts.layer.forward > 0 and parts.output.forward > 0
+
+
+def test_samples_of_unequal_lengths(checkout: Path, tmp_path: Path) -> None:
+    start = start_of(checkout, tmp_path, f"{PLAIN} {UNEQUAL}")
+    check_equal(start.go_on("v-half"), start.upstream)
+
+
+def test_shards_with_prediction_and_experts_save_what_upstream_loads(
+    checkout: Path, tmp_path: Path
+) -> None:
+    start = start_of(checkout, tmp_path / "start", EXPERTS)
+    saved = tmp_path / "shards"
+    sharded = f"v-half --pipeline-vocabulary on --save {saved} --save-interval 4"
+    check_near(start.go_on(sharded), start.upstream)
+    back = train(checkout, EXPERTS, f"--load {saved} --ckpt-step 4")
+    assert list(back.norms) == [5, 6, 7]
+    for n, norm in back.norms.items():
+        assert float(norm) == pytest.approx(float(start.upstream.norms[n]), abs=1.01e-3)
+
+
+def test_an_unknown_layer_is_refused_in_one_sentence(checkout: Path) -> None:
+    pattern = f"--hybrid-layer-pattern *-*Q*-*- {V_HALF}"
     run = pretrain(
-        checkout, HYBRID, pattern, V_HALF, ranks=2, script="pretrain_hybrid.py", environment=paths
+        checkout, HYBRID, pattern, ranks=2, script="pretrain_hybrid.py", environment=PATHS
     )
     assert run.code != 0
-    assert "'*-*-|*-*-': it has 2 segments ('|') and the schedule has 4 stages" in run.error
+    assert re.fullmatch(r"megatron_zb: error: .*no kind of layer is written 'Q': use .*", run.error)

@@ -47,6 +47,7 @@ from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb.megatron_core.random_streams import global_parameters, initialise_by_global_name
 from megatron_zb.megatron_core.slices import SlicesPart
+from megatron_zb.megatron_lm.models import naming_chunk
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.slices import Slicing
@@ -395,8 +396,7 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
             }
             positions = "rope" if case.rotary else "learned_absolute"
             if case.images:
-                layer = _specification(config, ends["vp_stage"])
-                chunk = multimodal_model(config, layer, VOCABULARY, positions, **ends)
+                chunk = _multimodal_model(adapter, case, config, positions, **ends)
             else:
                 chunk = (_gpt_model if case.hybrid is None else _hybrid_model)(
                     adapter,
@@ -445,6 +445,18 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
     return chunks
 
 
+def _multimodal_model(
+    adapter: PipelineAdapter | None, case: GPTCase, config: Any, positions: str, **ends: Any
+) -> Any:
+    build = partial(multimodal_model, config, vocabulary=VOCABULARY, positions=positions, **ends)
+    if case.hybrid is None:
+        return build(_specification(config, ends["vp_stage"]))
+    from hybrid_layers import STACK, cut_for
+
+    with cut_for(adapter and adapter.layer_layout), naming_chunk(ends["vp_stage"]):
+        return build(STACK, pattern=case.hybrid)
+
+
 def _gpt_model(
     adapter: PipelineAdapter | None,
     case: GPTCase,
@@ -462,13 +474,16 @@ def _gpt_model(
     )
 
 
-def _hybrid_model(adapter: PipelineAdapter | None, case: GPTCase, **more: Any) -> Any:
-    from hybrid_layers import hybrid_model  # changes Megatron's modules
+def _hybrid_model(
+    adapter: PipelineAdapter | None, case: GPTCase, of_te: bool = False, **more: Any
+) -> Any:
+    from hybrid_layers import STACK, hybrid_model, stack_of_te  # changes Megatron's modules
 
     assert case.hybrid is not None
     attention = "+" if "+" in case.hybrid else "*"
     pattern = f"{case.hybrid}{f'/{attention}-' * case.multi_token}"
-    return hybrid_model(pattern, adapter and adapter.layer_layout, **more)
+    stack = stack_of_te(case) if of_te else STACK
+    return hybrid_model(pattern, adapter and adapter.layer_layout, stack, **more)
 
 
 def _layout(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> Any:

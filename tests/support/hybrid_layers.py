@@ -8,6 +8,10 @@ which it takes in its deterministic mode. A script takes this by ``--spec hybrid
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -35,8 +39,20 @@ class Norm:
         return kind(config=config, hidden_size=hidden_size, eps=eps)
 
 
+def _copied(spec: Any) -> Any:
+    """Copy a specification, with those in it; the modules that they name stay the same."""
+    if isinstance(spec, list):
+        return list(map(_copied, spec))
+    if not is_dataclass(spec) or isinstance(spec, type):
+        return spec
+    found = copy(spec)
+    vars(found).update({name: _copied(value) for name, value in vars(spec).items()})
+    return found
+
+
 def _stack() -> Any:
-    layers = hybrid_stack_spec.submodules
+    stack = _copied(hybrid_stack_spec)
+    layers = stack.submodules
     multi_latent_attention.HAVE_TE = False
     dense, routed = (get_gpt_layer_local_spec(n).submodules for n in (None, 2))
     latent = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True).submodules
@@ -66,7 +82,23 @@ def _stack() -> Any:
     predicted.submodules.enorm = predicted.submodules.hnorm = Norm
     predicted.submodules.eh_proj = ColumnParallelLinear
     predicted.submodules.layer_norm = Norm
-    return hybrid_stack_spec
+    return stack
+
+
+def stack_of_te(case: Any) -> Any:
+    """Megatron's own layers; attention itself has no weights, and TE's needs a GPU.
+
+    Where ranks share sequences, it is TE's over stand-ins.
+    """
+    stack = _copied(hybrid_stack_spec)
+    if case.context_parallel > 1:
+        return stack
+    for layer, core in (
+        (stack.submodules.attention_layer, SharedAttention),
+        (stack.submodules.mla_layer, LatentAttention),
+    ):
+        layer.submodules.self_attention.submodules.core_attention = core
+    return stack
 
 
 def _scan(
@@ -106,24 +138,33 @@ def _scan(
     return (torch.stack(outputs, 1).flatten(-2) * functional.silu(z)).to(zxbcdt.dtype)
 
 
-hybrid_block.TENorm = Norm
 mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.mamba_split_conv1d_scan_combined = True, _scan
 common.HAVE_FLA, common.l2norm = True, partial(functional.normalize, dim=-1)
 assert gdn.torch_chunk_gated_delta_rule is common.torch_chunk_gated_delta_rule
 STACK = _stack()
+_NORM_OF_TE = hybrid_block.TENorm
+hybrid_block.TENorm = Norm
 
 
-def hybrid_model(pattern: str, layout: Any, **more: Any) -> Any:
-    """Build a chunk as the hook in Megatron-LM lets it be built; upstream cuts the pattern itself.
+@contextmanager
+def cut_for(layout: Any, stack: Any = STACK) -> Iterator[None]:
+    """Let chunks be built as the hook in Megatron-LM does; upstream cuts the pattern itself.
 
     ``layout`` is that of a schedule, None for upstream's.
     """
+    hybrid_block.TENorm = Norm if stack is STACK else _NORM_OF_TE
     cut = allocation.select_pipeline_segment
     if layout is not None:
         allocation.select_pipeline_segment = lambda pattern, _, vp_stage, **__: layout.segment(
             pattern, vp_stage
         )
     try:
-        return HybridModel(hybrid_stack_spec=STACK, hybrid_layer_pattern=pattern, **more)
+        yield
     finally:
         allocation.select_pipeline_segment = cut
+
+
+def hybrid_model(pattern: str, layout: Any, stack: Any = STACK, **more: Any) -> Any:
+    """Build a chunk."""
+    with cut_for(layout, stack):
+        return HybridModel(hybrid_stack_spec=stack, hybrid_layer_pattern=pattern, **more)

@@ -16,9 +16,14 @@ ENCODER_LAYERS, PIXELS, LENGTH_WITH_IMAGES, IMAGE_TOKEN = 3, 8, 24, -200
 
 
 def multimodal_model(
-    config: TransformerConfig, layer: Any, vocabulary: int, positions: str, **ends: Any
+    config: TransformerConfig,
+    layer: Any,
+    vocabulary: int,
+    positions: str,
+    pattern: str | None = None,
+    **ends: Any,
 ) -> Any:
-    """Megatron's LLaVAModel: an encoder of images and a projection before a GPT.
+    """Megatron's LLaVAModel: an encoder of images and a projection before a GPT, or a pattern.
 
     An internvit, since Megatron's norm of a CLIP cannot be built without Transformer-Engine.
     """
@@ -28,6 +33,10 @@ def multimodal_model(
     encoder: Any = copy(config)
     encoder.num_layers, encoder.vision_model_type = ENCODER_LAYERS, "internvit"
     encoder.pipeline_model_parallel_size, encoder.pipeline_model_parallel_layout = 1, None
+    hybrid = {}
+    if pattern is not None:
+        config.language_model_type = "nemotron5-hybrid"
+        hybrid["hybrid_layer_pattern"] = pattern
     model = LLaVAModel(
         language_transformer_config=config,
         language_transformer_layer_spec=layer,
@@ -45,6 +54,7 @@ def multimodal_model(
         img_h=PIXELS,
         img_w=PIXELS,
         patch_dim=PIXELS // 2,
+        **hybrid,
         **ends,
     )
     model.model_type = ModelType.encoder_or_decoder  # as Megatron-LM's get_model does

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import gpt_cases
@@ -43,6 +44,7 @@ REFERENCES = "transformer_engine.pytorch.custom_recipes."
 CURRENT = f"{REFERENCES}reference_current_scaling.current_scaling_ref_factory"
 NVFP4 = f"{REFERENCES}reference_nvfp4.nvfp4_ref_rht_2d_factory"
 FUSED = GPTCase(fused_accumulation=True)
+_HYBRID_MODEL = gpt_cases._hybrid_model
 
 
 def layers_of_te(config: Any, vp_stage: int | None) -> Any:
@@ -66,6 +68,7 @@ def layers_of_te(config: Any, vp_stage: int | None) -> Any:
 def differences(case: GPTCase, schedule: str | Schedule, microbatches: list[int]) -> list[str]:
     """From Megatron's own schedule over the same modules, which then know nothing of a split."""
     gpt_cases._specification = layers_of_te
+    gpt_cases._hybrid_model = partial(_HYBRID_MODEL, of_te=True)
     return gpt_cases.differences(case, schedule, microbatches, iterations=2)
 
 
