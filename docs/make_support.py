@@ -51,6 +51,8 @@ the row, with the same weights and batches, on CPU ranks over gloo. The columns:
   means losses, and weights after 3 steps of the optimizer. *Rounding* means equal but for the order
   of sums.
 - **Megatron**: the series that the test is for. *0.16+* means 0.16 and newer.
+- **HybridModel**: whether Megatron's HybridModel with the same layers, written as a pattern such as
+  `*-*-*-*-`, is equal in the same way, with Megatron 0.19. That holds for {equal} of {number} rows.
 """
 
 STAND_INS = """\
@@ -111,6 +113,7 @@ REMEDIES = {
     "one_chunk": "Use a schedule with several chunks per rank, such as v-half.",
     "chunks": "Use a schedule with one chunk per rank, such as zb-h1.",
 }
+HEAD = ("feature", "flags", "ranks", "schedules", "equal", "Megatron", "HybridModel")
 RESULTS = {
     Verdict.PARITY: "gradients",
     Verdict.STEPS: "weights",
@@ -127,9 +130,9 @@ def page() -> str:
         [
             INTRODUCTION,
             "## Tested\n",
-            TESTED.format(schedules=len(schedules.names())),
+            TESTED.format(schedules=len(schedules.names()), **counted_patterns()),
             STAND_INS,
-            *table(("feature", "flags", "ranks", "schedules", "equal", "Megatron"), tested()),
+            *table(HEAD, tested()),
             "\n## Versions\n",
             VERSIONS.format(date=max(row["date"] for row in _runs())),
             *table(("Python, torch", "Adapter", "Megatron-LM"), versions()),
@@ -165,9 +168,22 @@ def tested() -> Iterator[tuple[str, ...]]:
         is_more = row.feature.startswith("the same")
         name = f"{name}{row.feature.removeprefix('the same')}" if is_more else row.feature
         flags = row.settings.replace("|", "\\|")
-        yield name, flags, row.parallel, _schedules(row), RESULTS[row.verdict], _series(row)
+        seen = (RESULTS[row.verdict], _series(row), _with_pattern(row))
+        yield name, flags, row.parallel, _schedules(row), *seen
         if is_more:
             name = name.removesuffix(row.feature.removeprefix("the same"))
+
+
+def counted_patterns() -> dict[str, int]:
+    """The number of rows of a GPTModel, and of those in which a HybridModel is equal, too."""
+    rows = [row for row in ROWS if row.has_pattern]
+    return {"number": len(rows), "equal": sum(not row.pattern_refused for row in rows)}
+
+
+def _with_pattern(row: Row) -> str:
+    if not row.has_pattern:
+        return ""
+    return f"refused: {row.pattern_refused}" if row.pattern_refused else "equal"
 
 
 def _schedules(row: Row) -> str:

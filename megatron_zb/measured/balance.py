@@ -268,9 +268,11 @@ def ends_of(args: Any, pattern: str = "") -> Ends | None:
         layer = layer_flops(args)
     else:
         kinds, depths = layout.pattern_kinds(pattern), layout.predicting_parts(pattern)
-        flops = {kind: flops_of_kind(args, kind) for kind in {*kinds, *"".join(depths)}}
-        if not kinds or None in flops.values():
-            return None
+        flops: dict[str, float] = {}
+        for kind in kinds + "".join(depths):
+            if (found := flops_of_kind(args, kind)) is None:
+                return None
+            flops[kind] = found
         layer = fmean(flops[kind] for kind in kinds)
         work = tuple(flops[kind] / layer for kind in kinds)
         predicting = sum(flops[kind] for kind in "".join(depths[:1])) / layer

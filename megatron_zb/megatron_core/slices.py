@@ -39,7 +39,6 @@ from megatron_zb.megatron_core.sliced_stage import SlicedStage
 from megatron_zb.megatron_core.step import Step, StepPart, activation_shape
 from megatron_zb.schedules.slices import Slicing, slicing_of
 
-
 SLICED = frozenset({"GPTModel", "HybridModel", "MambaModel"})
 """Classes of models whose microbatches can be cut; a HybridModel was a MambaModel before 0.18."""
 

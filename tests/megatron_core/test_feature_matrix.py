@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from feature_matrix import IN_EVERY_RUN, ROWS, TRIED_HERE, Row, Verdict
+from feature_matrix import IN_EVERY_RUN, ON_PATTERNS, ROWS, TRIED_HERE, Row, Verdict
 from gpt_cases import (
     GPTCase,
+    as_hybrid,
     built,
     differences,
     forward_backward,
@@ -24,6 +25,7 @@ from gpt_cases import (
     microbatches,
     optimizer,
     run,
+    skip_without_hybrids,
 )
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_model_config
@@ -61,12 +63,51 @@ def test_a_feature_gives_what_megatron_gives(ranks: RankPools, row: Row, schedul
     assert found == [[]] * row.ranks
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "schedule"),
+    [
+        pytest.param(
+            row,
+            name,
+            id=f"{row.feature}-{name}",
+            marks=() if name == row.schedules[0] else pytest.mark.full,
+        )
+        for row, name in ON_PATTERNS
+    ],
+)
+def test_a_hybrid_model_of_the_same_layers_gives_it_too(
+    ranks: RankPools, row: Row, schedule: str
+) -> None:
+    assert row.case is not None
+    case = as_hybrid(row.case)
+    skip_without_hybrids(case)
+    found = ranks(row.ranks).run(
+        differences,
+        case=case,
+        schedule=schedule,
+        num_microbatches=[max(3, len(case.lengths))],
+        forward_only=row.verdict is Verdict.LOSSES,
+    )
+    assert found == [[]] * row.ranks
+
+
+def test_a_hybrid_model_has_nearly_all_that_a_gpt_has() -> None:
+    rows = [row for row in ROWS if row.has_pattern]
+    for row in rows:
+        shown = (row, row.schedules[0]) in ON_PATTERNS or row.pattern_test is not None
+        assert shown != bool(row.pattern_refused), row.feature
+    equal = [row for row in rows if not row.pattern_refused]
+    assert len(equal) >= 0.95 * len(rows) > 50
+
+
 def test_rows_name_tests_that_exist() -> None:
     written = "".join(
         path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
     )
     for row in ROWS:
-        assert row.test is None or f"def {row.test}(" in written, row.test
+        for name in filter(None, (row.test, row.pattern_test)):
+            assert f"def {name}(" in written, name
         assert (row.verdict is Verdict.NOT_ON_CPU) == bool(row.reason), row.feature
 
 
@@ -226,13 +267,17 @@ def stale_weights(case: GPTCase, schedule: str) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", ["v-half", "interleaved"])
+@pytest.mark.parametrize(
+    ("schedule", "is_hybrid"), [("v-half", False), ("interleaved", False), ("v-half", True)]
+)
 def test_replicas_of_experts_are_gathered_after_they_are_stepped(
-    ranks: RankPools, schedule: str
+    ranks: RankPools, schedule: str, is_hybrid: bool
 ) -> None:
     row = next(r for r in ROWS if r.ranks == 8)
     assert row.case is not None
-    assert ranks(8).run(stale_weights, case=row.case, schedule=schedule) == [[]] * 8
+    case = as_hybrid(row.case) if is_hybrid else row.case
+    skip_without_hybrids(case)
+    assert ranks(8).run(stale_weights, case=case, schedule=schedule) == [[]] * 8
 
 
 def test_the_page_is_what_the_script_makes() -> None:
@@ -247,10 +292,13 @@ def test_the_page_is_what_the_script_makes() -> None:
         assert page.count(heading) == 1
 
 
-def what_a_second_run_finds(schedule: str) -> list[str]:
+TIED = GPTCase(tied=True)
+
+
+def what_a_second_run_finds(schedule: str, case: GPTCase = TIED) -> list[str]:
     """Run a step twice, as Megatron does to validate a result, and look for what was left."""
     found = []
-    with built(GPTCase(tied=True), schedule, num_microbatches=5) as (adapter, chunks):
+    with built(case, schedule, num_microbatches=5) as (adapter, chunks):
         assert adapter is not None
         function = adapter.forward_backward_func
         outcomes = []
@@ -276,9 +324,16 @@ def what_a_second_run_finds(schedule: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["v-half", "zb-h1", "interleaved", "v-zb"])
-def test_a_step_can_be_run_again(ranks: RankPools, schedule: str) -> None:
-    assert ranks(2).run(what_a_second_run_finds, schedule=schedule) == [[]] * 2
+@pytest.mark.parametrize(
+    ("schedule", "case"),
+    [
+        *((name, TIED) for name in ("v-half", "zb-h1", "interleaved", "v-zb")),
+        pytest.param("v-zb", as_hybrid(TIED), marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_can_be_run_again(ranks: RankPools, schedule: str, case: GPTCase) -> None:
+    skip_without_hybrids(case)
+    assert ranks(2).run(what_a_second_run_finds, schedule=schedule, case=case) == [[]] * 2
 
 
 def _logits(batch: dict[str, torch.Tensor], output: torch.Tensor, non_loss_data: bool) -> Any:
@@ -294,9 +349,8 @@ def _collecting_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) ->
     return output, partial(_logits, batch)
 
 
-def collected(schedule: str | None) -> list[Any]:
+def collected(schedule: str | None, case: GPTCase) -> list[Any]:
     """The logits of an evaluation of 3 microbatches, and then a step that trains."""
-    case = GPTCase()
     with built(case, schedule, num_microbatches=3) as (adapter, chunks):
         function = adapter.forward_backward_func if adapter else get_forward_backward_func()
         evaluate = partial(forward_backward, function, chunks, num_microbatches=3)
@@ -306,9 +360,16 @@ def collected(schedule: str | None) -> list[Any]:
     return [(tokens, logits.numpy().tobytes()) for tokens, logits in found]
 
 
-@pytest.mark.parametrize("schedule", ["v-half", "zb-h1", "interleaved"])
-def test_an_evaluation_collects_other_data(ranks: RankPools, schedule: str) -> None:
-    ours, expected = [ranks(2).run(collected, schedule=s) for s in (schedule, None)]
+@pytest.mark.parametrize(
+    ("schedule", "case"),
+    [
+        *((name, GPTCase()) for name in ("v-half", "zb-h1", "interleaved")),
+        pytest.param("v-half", as_hybrid(GPTCase()), marks=pytest.mark.slow),
+    ],
+)
+def test_an_evaluation_collects_other_data(ranks: RankPools, schedule: str, case: GPTCase) -> None:
+    skip_without_hybrids(case)
+    ours, expected = [ranks(2).run(collected, schedule=s, case=case) for s in (schedule, None)]
     assert ours == expected
     assert [len(of_rank) for of_rank in ours] == [0, 3]
 

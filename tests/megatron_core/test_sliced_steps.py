@@ -82,21 +82,16 @@ CASES = {
     ),
 }
 HYBRIDS = {
-    name: as_hybrid(replace(PLAIN, **settings))
-    for name, settings in {
-        "tied, rotary, full recomputation": {
-            "tied": True,
-            "rotary": True,
-            "options": CASES["full recomputation"].options,
-        },
-        "experts": {"options": tuple(_MOE.items())},
-        "latent attention": {"options": _LATENT},
-        "documents, per-token loss": {"documents": "ends", "per_token_loss": True},
-        "sequence parallelism": {"tensor_parallel": 2, "sequence_parallel": True},
-        "context parallelism": {"context_parallel": 2, "rotary": True},
-    }.items()
+    "tied, rotary, full recomputation": replace(
+        PLAIN, tied=True, rotary=True, options=CASES["full recomputation"].options
+    ),
+    "experts": replace(PLAIN, options=tuple(_MOE.items())),
+    "latent attention": replace(PLAIN, options=_LATENT),
+    "documents, per-token loss": replace(PLAIN, documents="ends", per_token_loss=True),
+    "sequence parallelism": CASES["sequence parallelism"],
+    "context parallelism": replace(PLAIN, context_parallel=2, rotary=True),
 }
-"""Layers as a pattern, of cases above."""
+"""Cases whose layers are tried as a pattern."""
 _SHARED = replace(PLAIN, context_parallel=2, rotary=True)
 SHARED = {
     "evaluated": _SHARED,
@@ -164,7 +159,7 @@ def test_a_sliced_step_is_megatrons_up_to_rounding(ranks: RankPools, what: str, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "name"), every_value([*HYBRIDS], ["1f1b", "v-half", "auto"]))
 def test_a_hybrid_model_is_cut_as_a_gpt(ranks: RankPools, what: str, name: str) -> None:
-    case = HYBRIDS[what]
+    case = as_hybrid(HYBRIDS[what])
     skip_without_hybrids(case)
     size = 2 * case.tensor_parallel * case.context_parallel
     for forward_only in (False, True):

@@ -6,7 +6,6 @@ By all-gathers and by all-to-alls; the ring is left to a GPU.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import gpt_cases
@@ -19,7 +18,7 @@ from sizes import every_value, first
 from small_models import load, small
 from te_attention import install, layers_with_attention
 from te_cases import unlike
-from te_models import EXPERTS, layers_of_te
+from te_models import EXPERTS, hybrid_of_te, layers_of_te
 
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb_plan.byte_counts import layer_held
@@ -46,7 +45,7 @@ def differences(case: GPTCase, schedule: str) -> list[str]:
     gpt_cases._specification = layers_with_attention
     if case.hybrid is not None:
         install()
-        gpt_cases._hybrid_model = partial(gpt_cases._hybrid_model, of_te=True)
+        gpt_cases._hybrid_model = hybrid_of_te
     return gpt_cases.differences(case, schedule, [3], iterations=2)
 
 

@@ -48,6 +48,16 @@ class Row:
     """The first series of Megatron that has it."""
     until: tuple[int, int] = (99, 0)
     """The first series of Megatron for which there is no test of it."""
+    pattern_test: str | None = None
+    """The test of a HybridModel with the same layers, if it is not that of :data:`ON_PATTERNS`."""
+    pattern_refused: str = ""
+    """Why it is refused for a HybridModel."""
+
+    @property
+    def has_pattern(self) -> bool:
+        """Whether a HybridModel may have the same layers."""
+        is_gpt = self.case is not None and self.case.hybrid is None
+        return is_gpt and self.until > FIRST_WITH_HYBRIDS
 
     @property
     def parallel(self) -> str:
@@ -63,6 +73,9 @@ class Row:
             "EP": case.expert_parallel,
         }
         return " ".join(f"{name}={n}" for name, n in sizes.items() if n > 1)
+
+
+_PLANS = "only GPTModel has Megatron's plans of a layer"
 
 
 def _shown(feature: str, settings: str, test: str, case: GPTCase, ranks: int = 2) -> Row:
@@ -124,6 +137,7 @@ ROWS = (
         Verdict.ROUNDED,
         schedules=("v-half", "zb-h1", "1f1b", "v-zb"),
         test="test_a_sharded_output_layer_trains_as_megatrons",
+        pattern_test="test_a_sharded_output_layer_trains_as_megatrons",
     ),
     Row(
         "the same, multi-token prediction",
@@ -132,6 +146,7 @@ ROWS = (
         Verdict.ROUNDED,
         schedules=("v-half", "zb-h1", "1f1b", "v-zb", "interleaved"),
         test="test_prediction_trains_as_megatrons",
+        pattern_test="test_prediction_trains_as_megatrons",
     ),
     Row(
         "the same, overlapped forward-backward",
@@ -141,6 +156,25 @@ ROWS = (
         ranks=4,
         schedules=("v-half", "v-zb", "interleaved"),
         test="test_so_are_they_where_a_forward_and_a_backward_run_in_one_pass",
+        pattern_refused=_PLANS,
+    ),
+    Row(
+        "token slices",
+        "`--pipeline-slices 4`",
+        GPTCase(),
+        Verdict.ROUNDED,
+        schedules=("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto"),
+        test="test_a_sliced_step_is_megatrons_up_to_rounding",
+        pattern_test="test_a_hybrid_model_is_cut_as_a_gpt",
+    ),
+    Row(
+        "recomputation and offload by the schedule",
+        "`--pipeline-recompute auto`, `--pipeline-offload auto`",
+        GPTCase(),
+        Verdict.LOSSES,
+        schedules=("v-half", "auto"),
+        test="test_what_is_recomputed_or_offloaded_logs_what_upstream_logs",
+        pattern_test="test_a_gpt_as_a_pattern_logs_what_upstream_logs",
     ),
     # precision
     _shown("float32", "no `--bf16`", _GRADIENTS, GPTCase()),
@@ -157,6 +191,7 @@ ROWS = (
         Verdict.STEPS,
         schedules=_WITH_TE,
         test="test_quantized_models_equal_megatrons",
+        pattern_test="test_quantized_models_equal_megatrons",
     ),
     Row(
         "fp8 and fp4 kernels",
@@ -338,6 +373,7 @@ ROWS = (
         ranks=4,
         schedules=("v-half", "v-zb", "dualpipe-v", "interleaved"),
         test="test_pairs_compute_what_megatron_computes",
+        pattern_refused=_PLANS,
     ),
     Row(
         "overlap of the expert all-to-all",
@@ -370,6 +406,7 @@ ROWS = (
         GPTCase(),
         schedules=_WITH_TE,
         test="test_a_stash_follows_the_order_of_a_schedule",
+        pattern_test="test_a_stash_follows_the_order_of_a_schedule",
         since=(0, 18),
     ),
     Row(
@@ -454,6 +491,7 @@ ROWS = (
         ranks=4,
         schedules=_WITH_TE,
         test="test_context_parallel_models_equal_megatrons",
+        pattern_test="test_context_parallel_models_equal_megatrons",
     ),
     Row(
         "ring context parallelism",
@@ -629,6 +667,7 @@ ROWS = (
         ranks=8,
         schedules=("v-half", "interleaved"),
         test="test_replicas_of_experts_are_gathered_after_they_are_stepped",
+        pattern_test="test_replicas_of_experts_are_gathered_after_they_are_stepped",
     ),
     # activations
     _shown(
@@ -653,6 +692,7 @@ ROWS = (
         GPTCase(),
         schedules=_WITH_TE,
         test="test_recomputed_models_equal_megatrons",
+        pattern_test="test_recomputed_models_equal_megatrons",
     ),
     Row(
         "fp8 with selective or full recomputation",
@@ -661,6 +701,7 @@ ROWS = (
         Verdict.STEPS,
         schedules=_WITH_TE,
         test="test_recomputed_models_equal_megatrons",
+        pattern_test="test_recomputed_models_equal_megatrons",
     ),
     # layers and shapes
     Row(
@@ -703,6 +744,7 @@ ROWS = (
         GPTCase(),
         Verdict.DATA,
         test="test_an_evaluation_collects_other_data",
+        pattern_test="test_an_evaluation_collects_other_data",
     ),
     Row(
         "rerun of a step",
@@ -711,6 +753,7 @@ ROWS = (
         Verdict.AGAIN,
         schedules=(*REPRESENTATIVE, "v-zb"),
         test="test_a_step_can_be_run_again",
+        pattern_test="test_a_step_can_be_run_again",
     ),
 )
 
@@ -720,6 +763,14 @@ TRIED_HERE = [
     if row.case is not None and row.test is None
     for schedule in row.schedules
 ]
+_BY_DIFFERENCES = (None, _GRADIENTS, _VARIANTS, _PARALLEL, "test_evaluation_equals_megatrons")
+ON_PATTERNS = [
+    (row, schedule)
+    for row in ROWS
+    if row.has_pattern and row.test in _BY_DIFFERENCES
+    for schedule in row.schedules
+]
+"""Rows that are tried with the same layers as a HybridModel."""
 IN_EVERY_RUN = {
     (row.feature, row.schedules[(number + step) % len(row.schedules)])
     for number, row in enumerate(ROWS)

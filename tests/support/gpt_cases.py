@@ -448,13 +448,13 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
 def _multimodal_model(
     adapter: PipelineAdapter | None, case: GPTCase, config: Any, positions: str, **ends: Any
 ) -> Any:
-    build = partial(multimodal_model, config, vocabulary=VOCABULARY, positions=positions, **ends)
+    more: dict[str, Any] = {"vocabulary": VOCABULARY, "positions": positions, **ends}
     if case.hybrid is None:
-        return build(_specification(config, ends["vp_stage"]))
+        return multimodal_model(config, _specification(config, ends["vp_stage"]), **more)
     from hybrid_layers import STACK, cut_for
 
     with cut_for(adapter and adapter.layer_layout), naming_chunk(ends["vp_stage"]):
-        return build(STACK, pattern=case.hybrid)
+        return multimodal_model(config, STACK, pattern=case.hybrid, **more)
 
 
 def _gpt_model(

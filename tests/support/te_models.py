@@ -44,7 +44,8 @@ REFERENCES = "transformer_engine.pytorch.custom_recipes."
 CURRENT = f"{REFERENCES}reference_current_scaling.current_scaling_ref_factory"
 NVFP4 = f"{REFERENCES}reference_nvfp4.nvfp4_ref_rht_2d_factory"
 FUSED = GPTCase(fused_accumulation=True)
-_HYBRID_MODEL = gpt_cases._hybrid_model
+hybrid_of_te = partial(gpt_cases._hybrid_model, of_te=True)
+"""Builds a chunk of a HybridModel of TE modules."""
 
 
 def layers_of_te(config: Any, vp_stage: int | None) -> Any:
@@ -68,7 +69,7 @@ def layers_of_te(config: Any, vp_stage: int | None) -> Any:
 def differences(case: GPTCase, schedule: str | Schedule, microbatches: list[int]) -> list[str]:
     """From Megatron's own schedule over the same modules, which then know nothing of a split."""
     gpt_cases._specification = layers_of_te
-    gpt_cases._hybrid_model = partial(_HYBRID_MODEL, of_te=True)
+    gpt_cases._hybrid_model = hybrid_of_te
     return gpt_cases.differences(case, schedule, microbatches, iterations=2)
 
 
