@@ -268,6 +268,8 @@ def ends_of(args: Any, pattern: str = "") -> Ends | None:
         layer = layer_flops(args)
     else:
         kinds, depths = layout.pattern_kinds(pattern), layout.predicting_parts(pattern)
+        if not kinds:
+            return None
         flops: dict[str, float] = {}
         for kind in kinds + "".join(depths):
             if (found := flops_of_kind(args, kind)) is None:

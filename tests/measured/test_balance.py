@@ -14,10 +14,11 @@ from megatron_zb.measured.balance import (
     Ends,
     balanced,
     counted,
+    ends_of,
     measured,
     of_arguments,
 )
-from megatron_zb.measured.counted_layers import attention_of
+from megatron_zb.measured.counted_layers import attention_of, flops_of_kind
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.schedules.step_plan import NO_ATTENTION
 
@@ -57,6 +58,24 @@ def test_latent_attention_counts_by_its_widths() -> None:
     assert attention_of(args).forward == pytest.approx(2 * (4 + 5) // 2 / linear)
     args.v_head_dim = None
     assert attention_of(args) == NO_ATTENTION
+
+
+def test_letters_of_a_pattern_count_by_their_sizes() -> None:
+    """Of h squared: attention 4, an MLP 8, two of eight experts 2, the vocabulary 32."""
+    experts = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 512, "seq_length": 1}
+    args = arguments(mtp_num_layers=1, **experts)
+    ends = of_arguments("auto", args, "*-|*E/*-")
+    mean = (4 + 8 + 4 + 2) / 4
+    assert ends.work == pytest.approx([4 / mean, 8 / mean, 4 / mean, 2 / mean], rel=1e-3)
+    assert ends.of_stages((1, 3)) == pytest.approx([4 / mean, 14 / mean], rel=1e-3)
+    assert ends.kept == pytest.approx(12 / mean, rel=1e-3)
+    assert ends.output == pytest.approx((2 * 32 + 12) / mean, rel=1e-3)
+    assert ends_of(args, "*-D-") is None
+    h, heads = args.hidden_size, 2 * args.hidden_size // 64
+    products = h * (6 * h + 2 * 8 * 128 + heads) + 128 * (2 * h + 8 * 128) + 4 * h * 128
+    assert flops_of_kind(args, "M") == pytest.approx(2 * products)
+    delta = h * (2 * 2048 + 3 * 4096 + 2 * 32) + 4 * (2 * 2048 + 4096) + 4 * 32 * 128**2
+    assert flops_of_kind(args, "G") == pytest.approx(2 * delta)
 
 
 def test_a_multi_token_prediction_is_a_layer_and_an_output_layer() -> None:

@@ -12,6 +12,7 @@ from megatron.core.transformer import transformer_block
 from megatron_arguments import parsed
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_lm import models
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
 from megatron_zb.megatron_lm.hooks import ScheduledRun, name_place, read_for_stages
@@ -61,20 +62,17 @@ def test_a_config_that_changes_while_chunks_are_built_is_refused() -> None:
         models.check_settings(chunk, before, "v-half")
 
 
-class LanguageModelOfATest(GPTModel):
-    """A class of a user's, which remembers what it was built with."""
-
-    def __init__(self, config: Any, vp_stage: int | None = None, size: int = 1) -> None:
-        self.__dict__["built_with"] = (
-            vp_stage,
-            size,
-        )  # a module takes no attributes before its own
+def _init(self: Any, config: Any, vp_stage: int | None = None, size: int = 1) -> None:
+    """Remember the arguments, before the module of torch can take attributes."""
+    self.__dict__["built_with"] = (vp_stage, size)
 
 
-def test_a_language_model_learns_its_chunk_where_it_is_left_out() -> None:
+@pytest.mark.parametrize("base", [GPTModel, *versions.hybrid_models()])
+def test_a_language_model_learns_its_chunk_where_it_is_left_out(base: type[Any]) -> None:
     several = SimpleNamespace(virtual_pipeline_model_parallel_size=2)
     encoder = SimpleNamespace(virtual_pipeline_model_parallel_size=None)
-    build, found = LanguageModelOfATest, []
+    build: Any = type("LanguageModelOfATest", (base,), {"__init__": _init})
+    found = []
     with models.naming_chunk(1):
         found += [build(several), build(several, None, 3), build(several, 0), build(encoder)]
     with models.naming_chunk(None):
