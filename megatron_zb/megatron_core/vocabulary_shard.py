@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.multi_token_prediction import roll_tensor
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
@@ -33,7 +34,7 @@ from megatron_zb.megatron_core.step import device
 from megatron_zb.runtime.vocabulary import Rows
 
 _OUTPUT, _EMBEDDING = "output_layer", "embedding_shard"
-_STORED_EMBEDDING = "embedding.word_embeddings.weight"
+_STORED_EMBEDDING, _EXTRA = "embedding.word_embeddings.weight", "_extra_state"
 
 
 class VocabularyShard(torch.nn.Module):
@@ -115,6 +116,32 @@ class VocabularyShard(torch.nn.Module):
         return {f"{prefix}weight": weight}
 
 
+class OutputShard(VocabularyShard):
+    """The shard of the rank that had the output layer, whose empty extra state checkpoints have.
+
+    A GPTModel leaves it out of its checkpoints, a HybridModel does not.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._register_load_state_dict_pre_hook(
+            lambda state, prefix, *_: state.setdefault(f"{prefix}{_EXTRA}")
+        )
+
+    def get_extra_state(self) -> None:
+        """Return nothing, as Megatron's layer does."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take what :meth:`get_extra_state` gives."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        name = f"{prefix}{_EXTRA}"
+        return {**found, name: make_sharded_object_for_checkpoint(None, name)}
+
+
 class Lookups(torch.nn.Module):
     """The word embedding of a stage, which gives on what all shards have looked up.
 
@@ -190,13 +217,14 @@ def shard_output(chunks: list[Any], physical: PhysicalPlacement) -> VocabularyPa
             "--pipeline-vocabulary off"
         )
     chunk = 0 if last is None else last
+    kind = VocabularyShard if last is None else OutputShard
     words = None if first is None else first.embedding.word_embeddings.weight
     if layer.tied:
-        output = embedding = scattering.shard(start, words, layer, _STORED_EMBEDDING)
+        output = embedding = scattering.shard(start, words, layer, _STORED_EMBEDDING, kind)
         output.weight.shared_embedding = True  # type: ignore[attr-defined]
     else:
         whole = None if last is None else models[last].output_layer.weight
-        output = scattering.shard(end, whole, layer, f"{_OUTPUT}.weight")
+        output = scattering.shard(end, whole, layer, f"{_OUTPUT}.weight", kind)
         embedding = scattering.shard(start, words, layer, _STORED_EMBEDDING)
         models[0].add_module(_EMBEDDING, embedding.to(_device_of(models[0])))
     models[chunk].output_layer = output.to(_device_of(models[chunk]))
@@ -293,7 +321,12 @@ class _Scattering:
         return said[0]
 
     def shard(
-        self, holder: int, weight: torch.Tensor | None, layer: _OutputLayer, stored: str
+        self,
+        holder: int,
+        weight: torch.Tensor | None,
+        layer: _OutputLayer,
+        stored: str,
+        kind: type[VocabularyShard] = VocabularyShard,
     ) -> VocabularyShard:
         """Return this rank's rows of the weight that the ``holder`` has."""
         count = layer.rows // self.p
@@ -306,9 +339,7 @@ class _Scattering:
         dist.scatter(own, parts, src=self._source(holder), group=self._group)
         tensor_group = parallel_state.get_tensor_model_parallel_group()
         part = tensor_group.rank() * self.p + self._physical.logical(self._group.rank())
-        return VocabularyShard(
-            own, part * count, tensor_group, (part, self.p * tensor_group.size()), stored
-        )
+        return kind(own, part * count, tensor_group, (part, self.p * tensor_group.size()), stored)
 
 
 # --- multi-token prediction

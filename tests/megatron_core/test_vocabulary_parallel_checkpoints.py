@@ -11,7 +11,7 @@ import pytest
 import torch
 from brief_searches import briefly
 from checkpoint_jobs import Job
-from gpt_cases import GPTCase
+from gpt_cases import GPTCase, as_hybrid, skip_without_hybrids
 from ranks import RankPools
 
 FULL = pytest.mark.full
@@ -101,10 +101,16 @@ OPTIMIZERS = {
     "distributed": GPTCase(layers=8, distributed_optimizer=True, overlap_grad_reduce=True),
     "bf16": GPTCase(layers=8, dtype="bfloat16"),
     "distributed-bf16": GPTCase(layers=8, dtype="bfloat16", distributed_optimizer=True),
+    "hybrid": as_hybrid(GPTCase(layers=4, distributed_optimizer=True)),
+    "hybrid-tied": as_hybrid(GPTCase(layers=4, tied=True)),
+    "hybrid-prediction": as_hybrid(GPTCase(layers=4, multi_token=1, rotary=True)),
 }
 
 
-QUICK = [("distributed-bf16", "four-shards-two-shards-upstream")]
+QUICK = [
+    ("distributed-bf16", "four-shards-two-shards-upstream"),
+    ("hybrid-prediction", "upstream-shards-upstream"),
+]
 
 
 @pytest.mark.slow
@@ -120,6 +126,7 @@ def test_a_checkpoint_is_handed_on_bit_for_bit(
     ranks: RankPools, tmp_path: Path, optimizer: str, journey: str
 ) -> None:
     """Weights and the optimizer's states; and a step of the last is one of the first."""
+    skip_without_hybrids(OPTIMIZERS[optimizer])
     found = ranks(4).run(
         handed_on, case=OPTIMIZERS[optimizer], legs=JOURNEYS[journey], folder=tmp_path
     )
