@@ -171,10 +171,17 @@ def test_shards_with_prediction_and_experts_save_what_upstream_loads(
         assert float(norm) == pytest.approx(float(start.upstream.norms[n]), abs=1.01e-3)
 
 
-def test_an_unknown_layer_is_refused_in_one_sentence(checkout: Path) -> None:
-    pattern = f"--hybrid-layer-pattern *-*Q*-*- {V_HALF}"
-    run = pretrain(
-        checkout, HYBRID, pattern, ranks=2, script="pretrain_hybrid.py", environment=PATHS
-    )
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("*-*Q*-*-", "no kind of layer is written 'Q': use .*"),
+        ("*-*-|*-*-", r"it has 2 segments \('\|'\) and the schedule has 4 stages: .*"),
+    ],
+)
+def test_a_wrong_pattern_is_refused_in_one_sentence(
+    checkout: Path, pattern: str, said: str
+) -> None:
+    flags = f"--hybrid-layer-pattern {pattern} {V_HALF}"
+    run = pretrain(checkout, HYBRID, flags, ranks=2, script="pretrain_hybrid.py", environment=PATHS)
     assert run.code != 0
-    assert re.fullmatch(r"megatron_zb: error: .*no kind of layer is written 'Q': use .*", run.error)
+    assert re.fullmatch(f"megatron_zb: error: hybrid layer pattern '.*': {said}", run.error)
