@@ -20,7 +20,7 @@ from megatron_zb.schedules.placement import Placement, v_shape
 from megatron_zb.schedules.sliced_families import SLICED
 from megatron_zb.schedules.slices import LEAST_TOKENS
 from megatron_zb_plan.device import DeviceConfig
-from megatron_zb_plan.mixers import MAMBA
+from megatron_zb_plan.mixers import RECURRENT
 from megatron_zb_plan.model import ModelConfig
 from megatron_zb_plan.operators import RECOMPUTE
 
@@ -141,8 +141,8 @@ def strategies(
     for tensor in _tensor(model, device, gpus, choices.tensor):
         for context in _context(sequence, tensor, choices.context):
             inner = tensor * context
-            if gpus % inner or (context > 1 and MAMBA in model.kinds):
-                continue  # how Mamba-2 shares out the tokens of a sample is not counted
+            if gpus % inner or (context > 1 and not RECURRENT.keys().isdisjoint(model.kinds)):
+                continue  # how a state passes between parts of a sample is not counted
             for pipeline in choices.pipeline or _divisors(gpus // inner):
                 if gpus // inner % pipeline or pipeline > model.layers:
                     continue

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from megatron_zb.parsing import GIB, gib
 from megatron_zb.schedules import layout
-from megatron_zb.schedules.layout import placed_pattern
 from megatron_zb_plan.operators import modules_of
 from megatron_zb_plan.prediction import PlanRow, Prediction, RankMemory, overheads
 from megatron_zb_plan.reasons import (
@@ -98,13 +97,13 @@ def _overlap(prediction: Prediction) -> list[str]:
 
 
 def _schedule(prediction: Prediction) -> list[str]:
-    model, pattern = prediction.load.model, prediction.load.model.hybrid_layer_pattern
+    model = prediction.load.model
     words = schedule_flags(prediction, prediction.memory_limit, model.prediction_layers)
-    if pattern is None:
+    if model.pattern is None:
         return words
     # its segments give the chunks and the layers
     rest = [word for word in words if not word.startswith(_OF_STAGES)]
-    return [*rest, f"--hybrid-layer-pattern '{placed_pattern(pattern, prediction.layout)}'"]
+    return [*rest, f"--hybrid-layer-pattern '{model.placed_pattern(prediction.layout)}'"]
 
 
 def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -> list[str]:
