@@ -210,8 +210,12 @@ def modules_of(recompute: str) -> tuple[str, ...]:
 
 
 def recomputed(model: ModelConfig, index: int, recompute: str) -> Recomputed:
-    """Return what selective recomputation recomputes in a layer; None if everything is."""
-    parts = [MODULES[name](model, index) for name in modules_of(recompute)]
+    """Return what selective recomputation recomputes in a layer.
+
+    A module within another one that is named is recomputed with it.
+    """
+    names = modules_of(recompute)
+    parts = [MODULES[name](model, index) for name in names if _WITHIN.get(name) not in names]
     return sum(parts, Recomputed())
 
 
@@ -298,6 +302,7 @@ def _activation_function(model: ModelConfig, index: int) -> Recomputed:
     return Recomputed(inputs=inner, traffic=2 * (model.gates + 1) * inner, kernels=1)
 
 
+_WITHIN = {"moe_act": "moe", "shared_experts": "moe"}
 MODULES: dict[str, Callable[[ModelConfig, int], Recomputed]] = {
     "core_attn": _scores_again,
     "mla_up_proj": _up_projections,
