@@ -34,13 +34,13 @@ from recipe_gains import Shape, model_of, shape_of
 from recipes import RECIPES, Recipe, read
 
 from megatron_zb.measured.config import builtin_folder
+from megatron_zb.plan import operators
+from megatron_zb.plan.device import read_device
+from megatron_zb.plan.prediction import IterationSettings, predict
+from megatron_zb.plan.stages import StageWorkload, cut_into_stages
+from megatron_zb.plan.strategy import ScheduleCandidate, Strategy, candidates_of
+from megatron_zb.plan.work import Workload
 from megatron_zb.schedules.layout import Layers, spread
-from megatron_zb_plan import operators
-from megatron_zb_plan.device import read_device
-from megatron_zb_plan.prediction import IterationSettings, predict
-from megatron_zb_plan.stages import StageWorkload, cut_into_stages
-from megatron_zb_plan.strategy import ScheduleCandidate, Strategy, candidates_of
-from megatron_zb_plan.work import Workload
 
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "results" / "hybrid_recipes.json"
 DEVICES = {
