@@ -103,6 +103,7 @@ TITLES = {
     "chunks": "Several chunks per rank",
     "graphs": "CUDA graphs",
     "verify": "`--pipeline-verify`",
+    "warm_up": "`--pipeline-warm-up on`",
     "recompute": "`--pipeline-recompute auto`",
     "offload": "`--pipeline-offload auto`",
     "overlap": f"`{flag_of(refusals.OVERLAP)}`",

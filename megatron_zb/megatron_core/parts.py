@@ -19,6 +19,7 @@ from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
 from megatron_zb.megatron_core.vocabulary import VocabularyPart
+from megatron_zb.megatron_core.warm_up import WarmUp
 
 _Part = TypeVar("_Part", bound=StepPart)
 
@@ -28,6 +29,7 @@ _ORDER: tuple[type[StepPart], ...] = (
     PlannedLengths,
     ExpertMetricsPart,
     UnsplitLayers,
+    WarmUp,  # runs passes before the first step, outside of the contexts of the parts below
     Verification,  # rehearses the first step, outside of the contexts of the parts below
     ProfilePart,  # switches the schedule: no part above may ask for the program before a step
     StreamsPart,

@@ -85,9 +85,11 @@ class Step:
     order: Sequence[int] | None = None
     """Place of each microbatch in the caller's order, where they are fed in another one."""
     is_rehearsal: bool = False
-    """Whether this run only gives the gradients to compare with: nothing is split or measured, and
-    all reductions start at its end.
+    """Whether this run precedes the step and is undone: nothing is measured. Nothing is reduced in
+    it; a run that gives gradients to compare with starts all reductions at its end.
     """
+    made_up: Transport | None = None
+    """Messages of a warm-up, in which the rank runs without the others and reduces nothing."""
     profiles_pairs: bool = False
     """Whether a profile of overlapped passes needs stages that can run them."""
     channels: Channels | None = None
@@ -104,6 +106,11 @@ class Step:
         request the program in that hook.
         """
         return self.program_for(self.num_microbatches, self.forward_only, self.captured)
+
+    @property
+    def is_warm_up(self) -> bool:
+        """Whether the rank runs without the others."""
+        return self.made_up is not None
 
     @property
     def logical(self) -> int:

@@ -292,6 +292,22 @@ def losses_logged_apart() -> Iterator[None]:
             helper.tracker = tracker
 
 
+@contextmanager
+def no_results_validated() -> Iterator[None]:
+    """Keep what a step inside computes from Megatron's validation of results.
+
+    It counts and compares the losses of an iteration, and may rerun it.
+    """
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    usual = RerunStateMachine.validate_result
+    RerunStateMachine.validate_result = lambda self, *args, **options: None
+    try:
+        yield
+    finally:
+        RerunStateMachine.validate_result = usual
+
+
 def expert_metrics() -> dict[str, dict[str, Any]]:
     """Return the fields of each entry of the metrics of experts, by its name."""
     moe_logging = _moe_logging()
