@@ -63,7 +63,7 @@ class MadeUpMessages:
 
     waits_to_receive = False
 
-    def __init__(self, fill: Callable[[Message, torch.Tensor], None]) -> None:
+    def __init__(self, fill: Callable[[Message, torch.Tensor], object]) -> None:
         self._fill = fill
         self._posted: dict[Message, Callable[[], torch.Tensor]] = {}
 
