@@ -49,7 +49,7 @@ from vocabulary_training import (
 
 from megatron_zb.parsing import positive, seconds
 from megatron_zb.runtime.autograd_stage import WeightGradQueue
-from megatron_zb_train.synthetic_steps import join
+from megatron_zb.train.synthetic_steps import join
 
 MOST = 1.3
 KINDS = "FBW"

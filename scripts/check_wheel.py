@@ -14,9 +14,9 @@ from pathlib import Path
 
 PACKAGES = {
     "megatron_zb",
-    "megatron_zb_plan",
-    "megatron_zb_train",
-    "megatron_zb_distill",
+    "megatron_zb.plan",
+    "megatron_zb.train",
+    "megatron_zb.distill",
 }
 _UNWANTED = {
     r"(^|/)(tests?|docs|benchmarks)/|(^|/)(test_\w+|conftest)\.py$": "a test or a page",

@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("megatron_zb.training", "megatron_zb_train"),
-        ("megatron_zb.training.flags", "megatron_zb_train.flags"),
-        ("megatron_zb.distillation.schedule.pipe_bd", "megatron_zb_distill.schedule.pipe_bd"),
+        ("megatron_zb.training", "megatron_zb.train"),
+        ("megatron_zb.training.flags", "megatron_zb.train.flags"),
+        ("megatron_zb.distillation.schedule.pipe_bd", "megatron_zb.distill.schedule.pipe_bd"),
         *moved.MOVED.items(),
     ],
 )
@@ -37,7 +37,7 @@ def test_every_way_of_importing_gives_one_class() -> None:
 import megatron_zb.distillation.schedule.distribution as old
 from megatron_zb.distillation.schedule import distribution
 from megatron_zb.distillation.schedule.distribution import BlockCosts
-import megatron_zb_distill.schedule.distribution as new
+import megatron_zb.distill.schedule.distribution as new
 assert old is new is distribution and BlockCosts is new.BlockCosts
 """
     subprocess.run([sys.executable, "-c", code], check=True, env=environment())

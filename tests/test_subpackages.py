@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = "megatron_zb"
-PACKAGES = (CORE, "megatron_zb_plan", "megatron_zb_train", "megatron_zb_distill")
+PACKAGES = (CORE, "megatron_zb.plan", "megatron_zb.train", "megatron_zb.distill")
 
 # What each subpackage of the core, and each package beside it, may import, besides itself and what
 # all may: CONTRIBUTING.md draws it.
@@ -33,7 +33,7 @@ SUBPACKAGES: dict[str, set[str]] = {
         "megatron_lm",
         "drawing",
     },
-    "megatron_zb_plan": {
+    "megatron_zb.plan": {
         "schedules",
         "job",
         "measured",
@@ -42,7 +42,7 @@ SUBPACKAGES: dict[str, set[str]] = {
         "drawing",
         "cli",
     },
-    "megatron_zb_train": {
+    "megatron_zb.train": {
         "schedules",
         "job",
         "measured",
@@ -51,7 +51,7 @@ SUBPACKAGES: dict[str, set[str]] = {
         "drawing",
         "cli",
     },
-    "megatron_zb_distill": {
+    "megatron_zb.distill": {
         "schedules",
         "job",
         "measured",
@@ -59,13 +59,13 @@ SUBPACKAGES: dict[str, set[str]] = {
         "megatron_core",
         "drawing",
         "cli",
-        "megatron_zb_plan",
-        "megatron_zb_train",
+        "megatron_zb.plan",
+        "megatron_zb.train",
     },
 }
 ENTRANCES = {"__init__", "launch", "moved"}
 # Subpackages that need no torch, and so must not reach it by any import at their top level.
-WITHOUT_TORCH = ("schedules", "measured", "drawing", "megatron_zb_plan")
+WITHOUT_TORCH = ("schedules", "measured", "drawing", "megatron_zb.plan")
 
 
 def modules() -> dict[str, Path]:

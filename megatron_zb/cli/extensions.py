@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from megatron_zb.schedules import Timeline
 
 # Packages that may be installed, each with a module `cli`: a WithCommands, an Extension.
-_WITH_COMMANDS = ("megatron_zb_plan", "megatron_zb_train")
-_WITH_SCHEDULES = ("megatron_zb_distill",)
+_WITH_COMMANDS = ("megatron_zb.plan", "megatron_zb.train")
+_WITH_SCHEDULES = ("megatron_zb.distill",)
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

@@ -23,12 +23,12 @@ from traced_steps import profile, ran
 from megatron_zb import files, launch
 from megatron_zb.cli import ending
 from megatron_zb.cli import main as cli
+from megatron_zb.distill import flags as distillation
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.measured.trace import trace_path, write_trace
-from megatron_zb_distill import flags as distillation
-from megatron_zb_train import arguments as training
-from megatron_zb_train import quickstart, sleeping_steps
+from megatron_zb.train import arguments as training
+from megatron_zb.train import quickstart, sleeping_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_SECONDS = 3.0  # of the processor, until the sentence stands there

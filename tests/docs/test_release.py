@@ -86,7 +86,7 @@ def test_a_wheel_has_all_packages(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "        0  megatron_zb/__init__.py\n" in done.stdout
-    assert done.stderr.endswith("x.whl has no package megatron_zb_train\n")
+    assert done.stderr.endswith("x.whl has no package megatron_zb.train\n")
 
 
 def test_the_workflow_of_a_tag_runs_the_script_and_has_no_secret() -> None:

@@ -23,6 +23,8 @@ from megatron_zb.measured.parts import (
 )
 from megatron_zb.measured.profile import Profile
 from megatron_zb.megatron_core.profiling import _before_passes, _mean_within
+from megatron_zb.plan.from_profile import ProfileRequest, rows
+from megatron_zb.plan.strategy import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
 from megatron_zb.runtime.observer import Span
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers, Letters
@@ -30,8 +32,6 @@ from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement, v_shape
 from megatron_zb.schedules.search.place_w import join_all, split_all
 from megatron_zb.schedules.step_plan import Lengths
-from megatron_zb_plan.from_profile import ProfileRequest, rows
-from megatron_zb_plan.strategy import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
 
 M, P, LAYERS_IN_ALL = 6, 2, 8
 KINDS = ("forward", "backward", "weight", "whole")

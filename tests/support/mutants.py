@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-PACKAGES = ("megatron_zb", "megatron_zb_plan", "megatron_zb_train", "megatron_zb_distill")
+PACKAGES = ("megatron_zb", "megatron_zb.plan", "megatron_zb.train", "megatron_zb.distill")
 
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,

@@ -26,9 +26,9 @@ from mutants import PACKAGES, Mutant, sources_of
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = PACKAGES[0]
 TESTS_OF = {
-    "megatron_zb_plan": "planner",
-    "megatron_zb_train": "training",
-    "megatron_zb_distill": "distillation",
+    "megatron_zb.plan": "planner",
+    "megatron_zb.train": "training",
+    "megatron_zb.distill": "distillation",
 }
 """Folders of ``tests`` for packages that have one; a core module has that of its subpackage."""
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "build", "*.egg-info", "runs", "site")
