@@ -13,9 +13,6 @@ RUN pip install --no-cache-dir einops pybind11 regex six tensorboard transformer
 WORKDIR /opt/megatron-zb
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY megatron_zb megatron_zb
-COPY megatron_zb_plan megatron_zb_plan
-COPY megatron_zb_train megatron_zb_train
-COPY megatron_zb_distill megatron_zb_distill
 COPY configs configs
 COPY scripts scripts
 COPY patches patches

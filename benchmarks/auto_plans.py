@@ -27,12 +27,12 @@ from rich.table import Table
 
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import builtin_folder
-from megatron_zb_plan.device import read_device
-from megatron_zb_plan.model import ModelConfig, read_model
-from megatron_zb_plan.reasons import recommended
-from megatron_zb_plan.search import Plan, search
-from megatron_zb_plan.settings import PlanJob
-from megatron_zb_plan.strategy import candidates_of
+from megatron_zb.plan.device import read_device
+from megatron_zb.plan.model import ModelConfig, read_model
+from megatron_zb.plan.reasons import recommended
+from megatron_zb.plan.search import Plan, search
+from megatron_zb.plan.settings import PlanJob
+from megatron_zb.plan.strategy import candidates_of
 
 _LEVEL = 1e-9  # rounding
 

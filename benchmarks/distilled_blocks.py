@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_zb_distill.schedule.distribution import BlockCosts
+from megatron_zb.distill.schedule.distribution import BlockCosts
 
 
 class Blocks(Protocol):

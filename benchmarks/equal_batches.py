@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distilled_blocks import RealBlocks, Sizes, measured_costs, milliseconds, reading_time
 from timed_ways import Way, every_block_at_once, in_a_pipeline, one_block_at_a_time, timed
 
-from megatron_zb_distill.schedule.distribution import BlockCosts, distribute
+from megatron_zb.distill.schedule.distribution import BlockCosts, distribute
 
 BASELINE = "block by block"
 RUN_AHEAD = 4

@@ -37,7 +37,7 @@ from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import read_profile
 from megatron_zb.schedules.layout import Layers, spread
 from megatron_zb.schedules.placement import Placement
-from megatron_zb_train.synthetic_steps import SyntheticSteps, join
+from megatron_zb.train.synthetic_steps import SyntheticSteps, join
 
 _HIDDEN = 64
 _VOCABULARY = 32 * _HIDDEN
@@ -112,7 +112,7 @@ def _profiled(args: argparse.Namespace, folder: Path) -> Path:
         "--pipeline-profile": profile,
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
-    command += ["-m", "megatron_zb.pretrain_gpt", "--cpu"]
+    command += ["-m", "megatron_zb.train", "--cpu"]
     command += [str(word) for pair in flags.items() for word in pair]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -63,7 +63,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_zb import schedules
-from megatron_zb_train.synthetic_steps import join
+from megatron_zb.train.synthetic_steps import join
 
 MOST = 1.0
 """What we may take of the time of Megatron or torch, in each of the ratios."""

@@ -36,15 +36,15 @@ from rich.console import Console
 from rich.table import Table
 from ways_to_distil import pipelined
 
-from megatron_zb.schedules import simulate
-from megatron_zb_distill.schedule.candidates import CandidateCosts
-from megatron_zb_distill.schedule.distribution import (
+from megatron_zb.distill.schedule.candidates import CandidateCosts
+from megatron_zb.distill.schedule.distribution import (
     BlockCosts,
     Distribution,
     RelayCosts,
     distribute,
 )
-from megatron_zb_distill.schedule.pipe_bd import pipe_bd
+from megatron_zb.distill.schedule.pipe_bd import pipe_bd
+from megatron_zb.schedules import simulate
 
 TEACHER, STUDENT, UPDATE, REDUCE = 0.004, 0.012, 0.002, 0.016  # seconds, of a whole layer
 LIBRARIES = {

@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from megatron_zb_train.watched_run import NewRecords, Record, RunFailed, run
+from megatron_zb.train.watched_run import NewRecords, Record, RunFailed, run
 
 ROOT = Path(__file__).resolve().parents[1]
 LOOKS = 80
@@ -104,8 +104,8 @@ def _arguments() -> argparse.Namespace:
 
 def train_and_look(folder: Path, every: int, arguments: list[str]) -> None:
     """Train, and note after every so many iterations what this rank has; ends the process."""
-    from megatron_zb_train.launch import launch
-    from megatron_zb_train.log import RunLog
+    from megatron_zb.train.launch import launch
+    from megatron_zb.train.log import RunLog
 
     iteration = RunLog.iteration
     with (folder / f"looks-{os.environ['RANK']}.jsonl").open("w", encoding="utf-8") as file:

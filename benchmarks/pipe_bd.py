@@ -72,7 +72,7 @@ from rich.table import Table
 from timed_ways import Way, every_block_at_once, in_a_pipeline, one_block_at_a_time, timed
 from ways_to_distil import WithoutRelay, unrelayed
 
-from megatron_zb_distill.schedule.distribution import (
+from megatron_zb.distill.schedule.distribution import (
     BlockCosts,
     Distribution,
     distribute,

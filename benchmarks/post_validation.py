@@ -35,7 +35,7 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.post_validation import StateExchange, run_from_cut
 from megatron_zb.schedules.lowering import rollback
-from megatron_zb_train.synthetic_steps import SyntheticStage
+from megatron_zb.train.synthetic_steps import SyntheticStage
 
 _STATE = 4  # numbers: held back, squares, zeros, infinite
 

@@ -48,7 +48,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megatron_zb_train.synthetic_steps import join
+from megatron_zb.train.synthetic_steps import join
 
 PROFILED = "zb-h1"
 RANKS = 2
@@ -227,8 +227,8 @@ class Planned:
 def _planned(args: argparse.Namespace, profile: Path) -> list[Planned]:
     """What ``plan --profile`` ranks, the fastest first; the same on all ranks."""
     from megatron_zb.measured.profile import read_profile
-    from megatron_zb_plan import from_profile
-    from megatron_zb_plan.strategy import candidates_of
+    from megatron_zb.plan import from_profile
+    from megatron_zb.plan.strategy import candidates_of
 
     found: list[Any] = [None]
     if dist.get_rank() == 0:

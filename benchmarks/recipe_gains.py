@@ -38,13 +38,13 @@ import yaml
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import builtin_folder
+from megatron_zb.plan import operators
+from megatron_zb.plan.byte_counts import layer_held
+from megatron_zb.plan.device import read_device
+from megatron_zb.plan.model import ModelConfig, read_model
+from megatron_zb.plan.strategy import Strategy
+from megatron_zb.plan.work import Workload
 from megatron_zb.schedules import Costs
-from megatron_zb_plan import operators
-from megatron_zb_plan.byte_counts import layer_held
-from megatron_zb_plan.device import read_device
-from megatron_zb_plan.model import ModelConfig, read_model
-from megatron_zb_plan.strategy import Strategy
-from megatron_zb_plan.work import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = (ROOT / "benchmarks/data/recipes.csv", ROOT / "benchmarks/data/recipes_other.csv")

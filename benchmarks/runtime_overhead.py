@@ -42,7 +42,7 @@ from megatron_zb import schedules
 from megatron_zb.runtime.progress import RankProgress
 from megatron_zb.runtime.watchdog import Inquiry, Watchdog, WatchedRank
 from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb_train.synthetic_steps import SyntheticSteps, join, seconds_of_link
+from megatron_zb.train.synthetic_steps import SyntheticSteps, join, seconds_of_link
 
 MOST = 1.005
 """What a step with a watchdog may take, of one without."""

@@ -40,7 +40,7 @@ from megatron_zb.megatron_core.current_schedule import CurrentSchedule, JobSizes
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.schedules import Timeline
 from megatron_zb.schedules.layout import Layers
-from megatron_zb_train.synthetic_steps import join
+from megatron_zb.train.synthetic_steps import join
 
 BASE = "1f1b"
 MOST_OVER, MOST_OF_BASE = 1.10, 0.27

@@ -21,9 +21,9 @@ from ways_to_distil import (
     seconds_block_by_block,
 )
 
+from megatron_zb.distill.schedule.distribution import BlockCosts, Distribution, RelayCosts
+from megatron_zb.distill.schedule.pipe_bd import pipe_bd
 from megatron_zb.schedules import simulate
-from megatron_zb_distill.schedule.distribution import BlockCosts, Distribution, RelayCosts
-from megatron_zb_distill.schedule.pipe_bd import pipe_bd
 
 
 def _nothing() -> None:

@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb_train.synthetic_steps import join
+from megatron_zb.train.synthetic_steps import join
 
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 UPSTREAM = "upstream 1f1b"

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from distilled_blocks import Blocks
 
+from megatron_zb.distill.relay_steps import Exchange, relay_steps
+from megatron_zb.distill.schedule.distribution import BlockCosts, Distribution
+from megatron_zb.distill.schedule.step_by_step import step_by_step
 from megatron_zb.runtime.channels import Channels, new_groups
 from megatron_zb.schedules.placement import Placement
-from megatron_zb_distill.relay_steps import Exchange, relay_steps
-from megatron_zb_distill.schedule.distribution import BlockCosts, Distribution
-from megatron_zb_distill.schedule.step_by_step import step_by_step
 
 Run = Callable[[int], None]
 """Carries out so many steps on this rank."""

@@ -4,7 +4,7 @@ r"""Draw docs/pictures/pages: what the pages of show, trace and plan look like i
 Needs Chromium. The measured step is in docs/results/step.cpu.yaml and step.cpu.trace.json, of
 
   python scripts/prepare_text.py --output-prefix data/text README.md docs/*.md
-  torchrun --nproc-per-node 4 -m megatron_zb.pretrain_gpt --cpu --data-path data/text \
+  torchrun --nproc-per-node 4 -m megatron_zb.train --cpu --data-path data/text \
       --pipeline-schedule v-half --pipeline-model-parallel-size 4 --num-layers 8 \
       --hidden-size 256 --num-attention-heads 8 --seq-length 128 --micro-batch-size 2 \
       --global-batch-size 16 --lr 3e-3 --train-iters 10 --eval-iters 1 \

@@ -26,16 +26,16 @@ from published_throughput import Throughput, all_rows
 
 from megatron_zb import schedules
 from megatron_zb.parsing import GIB
+from megatron_zb.plan.device import DeviceConfig, read_device
+from megatron_zb.plan.model import ModelConfig, read_model
+from megatron_zb.plan.prediction import Build, IterationSettings, Prediction, predict
+from megatron_zb.plan.search import search
+from megatron_zb.plan.settings import PlanJob
+from megatron_zb.plan.stages import StageWorkload, cut_into_stages
+from megatron_zb.plan.strategy import Choices, ScheduleCandidate, Strategy, candidates_of
+from megatron_zb.plan.work import Workload
 from megatron_zb.schedules import Costs, Schedule, families
 from megatron_zb.schedules.request import Limit, Request
-from megatron_zb_plan.device import DeviceConfig, read_device
-from megatron_zb_plan.model import ModelConfig, read_model
-from megatron_zb_plan.prediction import Build, IterationSettings, Prediction, predict
-from megatron_zb_plan.search import search
-from megatron_zb_plan.settings import PlanJob
-from megatron_zb_plan.stages import StageWorkload, cut_into_stages
-from megatron_zb_plan.strategy import Choices, ScheduleCandidate, Strategy, candidates_of
-from megatron_zb_plan.work import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "validation.md"

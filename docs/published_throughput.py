@@ -10,15 +10,15 @@ from typing import Any
 import yaml
 
 from megatron_zb.parsing import GIB
-from megatron_zb_plan.device import DeviceConfig, read_device
-from megatron_zb_plan.model import ModelConfig, read_model
-from megatron_zb_plan.operators import model_flops
-from megatron_zb_plan.prediction import IterationSettings, Prediction, predict
-from megatron_zb_plan.search import search
-from megatron_zb_plan.settings import PlanJob
-from megatron_zb_plan.stages import cut_into_stages
-from megatron_zb_plan.strategy import Choices, Strategy, candidates_of
-from megatron_zb_plan.work import Workload
+from megatron_zb.plan.device import DeviceConfig, read_device
+from megatron_zb.plan.model import ModelConfig, read_model
+from megatron_zb.plan.operators import model_flops
+from megatron_zb.plan.prediction import IterationSettings, Prediction, predict
+from megatron_zb.plan.search import search
+from megatron_zb.plan.settings import PlanJob
+from megatron_zb.plan.stages import cut_into_stages
+from megatron_zb.plan.strategy import Choices, Strategy, candidates_of
+from megatron_zb.plan.work import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "docs" / "results" / "published_throughput.yaml"

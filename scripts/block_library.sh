@@ -49,13 +49,13 @@ train() {
     shift
     [[ ! -e $folder/$name.done ]] || return 0
     rm -f "$folder/$name.jsonl"
-    on_ranks megatron_zb.pretrain_gpt "${model[@]}" "${text[@]}" --log-file "$folder/$name.jsonl" "$@"
+    on_ranks megatron_zb.train "${model[@]}" "${text[@]}" --log-file "$folder/$name.jsonl" "$@"
     touch "$folder/$name.done"
 }
 
 # distil NAME: trains the candidates of NAME.yaml.
 distil() {
-    on_ranks megatron_zb.distill_gpt --cpu --teacher-load "$folder/teacher" "${text[@]}" \
+    on_ranks megatron_zb.distill --cpu --teacher-load "$folder/teacher" "${text[@]}" \
         --student-config "$folder/$1.yaml" --save-library "$folder/$1" --train-iters 100 --lr 2e-3 \
         --micro-batch-size 4 --global-batch-size 16 --log-interval 50
 }
@@ -90,7 +90,7 @@ candidates:
 END
 distil library
 distil uniform
-choose=("$python" -m megatron_zb_distill.choice --parameters 60%)
+choose=("$python" -m megatron_zb.distill.choice --parameters 60%)
 "${choose[@]}" --library "$folder/library" --output "$folder/choice.json" --save-student "$folder/chosen-student"
 student chosen --ffn-hidden-size "$hidden" \
     --heterogeneous-layers-config-path "$folder/chosen-student/layers.json"

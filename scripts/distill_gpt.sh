@@ -17,7 +17,7 @@ Trains the blocks of a student on what the blocks of a teacher read and say, and
 student as a checkpoint of Megatron. Run it on every host of the job; it prints the command that it runs.
 
   python scripts/prepare_text.py --max-bytes 4000000 --output-prefix runs/text
-  torchrun --nproc-per-node 2 -m megatron_zb.pretrain_gpt --cpu --pipeline-model-parallel-size 2 \
+  torchrun --nproc-per-node 2 -m megatron_zb.train --cpu --pipeline-model-parallel-size 2 \
       --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --data-path runs/text \
       --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --save runs/teacher
   TEACHER=runs/teacher DATA_PATH=runs/text GPUS_PER_NODE=2 TRAIN_ITERS=10 scripts/distill_gpt.sh --cpu
@@ -45,7 +45,7 @@ options:
   --cpu               on CPU ranks over gloo, in float32; bfloat16 on GPUs otherwise
   -h, --help          this text
 
-All other arguments go to python -m megatron_zb.distill_gpt. Ends with exit status 0 only when the
+All other arguments go to python -m megatron_zb.distill. Ends with exit status 0 only when the
 distillation has.
 END
 }
@@ -92,7 +92,7 @@ check_variables() {
 distillation_command() {
     local words parse='import sys
 from megatron_zb.cli.ending import ended
-from megatron_zb_distill.flags import parser
+from megatron_zb.distill.flags import parser
 sys.exit(ended(sys.argv[1], lambda: parser().parse_args(sys.argv[2:]) and 0))'
     words=(--teacher-load "$TEACHER" --student-config "$STUDENT")
     if [[ -n $on_cpu ]]; then words+=(--cpu); else words+=(--bf16); fi
@@ -110,7 +110,7 @@ sys.exit(ended(sys.argv[1], lambda: parser().parse_args(sys.argv[2:]) and 0))'
     else
         command+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
     fi
-    command+=(-m megatron_zb.distill_gpt "${words[@]}")
+    command+=(-m megatron_zb.distill "${words[@]}")
 }
 
 read_options "$@"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_zb_train.prepare_text import main
+from megatron_zb.train.prepare_text import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,7 +19,7 @@ meet it:
   3. the documentation (scripts/docs.sh), in a folder with the version
   4. an installation of the wheel in a new virtual environment, with the pinned versions of constraints/, in a
      temporary folder and with an empty home. There, with no clone on the path: megatron-zb --version, show,
-     plan and quickstart, two iterations of megatron_zb.pretrain_gpt on two CPU ranks, and, if
+     plan and quickstart, two iterations of megatron_zb.train on two CPU ranks, and, if
      MEGATRON_LM_PATH names a Megatron-LM checkout, two of its pretrain_gpt.py by megatron_zb.launch
 
 Build tools have a temporary environment with the versions of constraints/release.txt. Nothing is uploaded.
@@ -129,7 +129,7 @@ two_iterations() {
         --global-batch-size 4 --train-iters 2 --lr 1e-3 --pipeline-model-parallel-size 2 --pipeline-schedule v-half
 }
 
-train() { two_iterations megatron_zb.pretrain_gpt --vocab-size 256; }
+train() { two_iterations megatron_zb.train --vocab-size 256; }
 
 launch() {
     two_iterations megatron_zb.launch "$MEGATRON_LM_PATH/pretrain_gpt.py" --max-position-embeddings 64 \
@@ -141,7 +141,7 @@ step "wheel and sdist" build_distributions
 step "documentation" build_docs
 step "installation of the wheel" install_wheel
 step "megatron-zb --version, show, plan" check_commands
-step "two iterations of megatron_zb.pretrain_gpt" train
+step "two iterations of megatron_zb.train" train
 if [[ -n ${MEGATRON_LM_PATH-} ]]; then
     step "two iterations of pretrain_gpt.py by megatron_zb.launch" launch
 else

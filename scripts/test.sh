@@ -60,7 +60,7 @@ source scripts/_environment.sh
 readonly GRADIENTS=tests/megatron_core/test_gradient_parity.py::test_gradients_equal_megatrons
 readonly QUICK=(
     tests/test_subpackages.py tests/job/test_comparable.py tests/runtime/test_runtime.py tests/runtime/test_device_waits.py
-    tests/schedules/test_layout.py tests/distillation/test_pipe_bd_schedule.py tests/megatron_lm/test_adapter_of_arguments.py
+    tests/schedules/test_layout.py tests/distill/test_pipe_bd_schedule.py tests/megatron_lm/test_adapter_of_arguments.py
     tests/schedules/test_schedules.py
     "${GRADIENTS}[2 ranks, tied-1f1b]" "${GRADIENTS}[2 ranks, tied-interleaved]" "${GRADIENTS}[2 ranks, tied-zb-h1]"
     "${GRADIENTS}[2 ranks, tied-v-half]"

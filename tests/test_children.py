@@ -13,7 +13,7 @@ from jobs import left_by
 
 SEARCHING = """
 import os, sys, time
-from megatron_zb_plan.workers import workers
+from megatron_zb.plan.workers import workers
 
 def busy(item):
     print(item, flush=True)
@@ -28,7 +28,7 @@ if __name__ == "__main__":
 STARTING = """
 import subprocess, sys
 from pathlib import Path
-from megatron_zb_train.watched_run import run
+from megatron_zb.train.watched_run import run
 
 print("started", flush=True)
 program = "import time; print('ready', flush=True); time.sleep(600)"

@@ -74,7 +74,7 @@ def main() -> int:
         (Path(folder) / "first.yaml").write_text(first, encoding="utf-8")
         (Path(folder) / "all.yaml").write_text(CANDIDATES, encoding="utf-8")
         run = Runs(args, folder, device.type == "cpu")
-        problem = run.of(2, "megatron_zb.pretrain_gpt", TEACHER)
+        problem = run.of(2, "megatron_zb.train", TEACHER)
         if problem:
             line["results"]["teacher"] = {"failed": problem}
         jobs = {} if problem else dict(JOBS)
@@ -83,7 +83,7 @@ def main() -> int:
             jobs["teacher in fp8"] = apart, f"{words} --teacher-fp8 {args.teacher_fp8}"
         for name, (ranks, words) in jobs.items():
             log = f"--log-file {{folder}}/{name.replace(' ', '-')}.jsonl"
-            failed = run.of(ranks, "megatron_zb.distill_gpt", f"{STUDENT} {words} {log}")
+            failed = run.of(ranks, "megatron_zb.distill", f"{STUDENT} {words} {log}")
             line["results"][name] = {"failed": failed} if failed else run.compared(name)
             print(json.dumps(line), flush=True)
     problems = [

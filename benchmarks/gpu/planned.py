@@ -15,17 +15,17 @@ from layer_sizes import LayerSizes
 
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
+from megatron_zb.plan.device import DeviceConfig, read_device
+from megatron_zb.plan.model import ModelConfig
+from megatron_zb.plan.prediction import Prediction, ordered
+from megatron_zb.plan.search import searched_by_auto
+from megatron_zb.plan.settings import PlanJob
+from megatron_zb.plan.stages import StageWorkload
+from megatron_zb.plan.strategy import MEGATRON_1F1B, Strategy, candidates_of, of_family
+from megatron_zb.plan.work import Workload
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.layout import Layers, spread
 from megatron_zb.schedules.placement import Placement
-from megatron_zb_plan.device import DeviceConfig, read_device
-from megatron_zb_plan.model import ModelConfig
-from megatron_zb_plan.prediction import Prediction, ordered
-from megatron_zb_plan.search import searched_by_auto
-from megatron_zb_plan.settings import PlanJob
-from megatron_zb_plan.stages import StageWorkload
-from megatron_zb_plan.strategy import MEGATRON_1F1B, Strategy, candidates_of, of_family
-from megatron_zb_plan.work import Workload
 
 DEVICES = {
     "GB300": "gb300_nvl72",

@@ -12,7 +12,7 @@ from jobs import run_script
 from library_of_blocks import LIBRARIES, costs_of, predicted
 from ways_to_distil import WithoutRelay, seconds_all_at_once, seconds_block_by_block
 
-from megatron_zb_distill.schedule.distribution import BlockCosts, distribute, evenly
+from megatron_zb.distill.schedule.distribution import BlockCosts, distribute, evenly
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "pipe_bd.py"
 WAYS = [

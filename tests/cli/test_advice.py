@@ -10,8 +10,8 @@ import pytest
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.cli import show
+from megatron_zb.distill import cli as distillation
 from megatron_zb.schedules.costs import MOST_RANKS
-from megatron_zb_distill import cli as distillation
 
 # A command line that is refused, what of the answer is advice, and what then replaces which words:
 # flags of the command line get the values that the advice gives them, other flags are added.

@@ -19,12 +19,12 @@ from traced_steps import profile, ran
 from megatron_zb.cli import check, doctor, show, trace, verify
 from megatron_zb.cli import main as cli
 from megatron_zb.cli.ending import ended, report_if_slow
+from megatron_zb.distill import cli as distillation
 from megatron_zb.errors import UsageError, explain_missing_package
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.measured.trace import write_trace
-from megatron_zb_distill import cli as distillation
-from megatron_zb_plan import cli as planning
-from megatron_zb_train import quickstart
+from megatron_zb.plan import cli as planning
+from megatron_zb.train import quickstart
 
 COMMAND = [sys.executable, "-m", "megatron_zb.cli"]
 SIZES = ["-p", "4", "-m", "8"]
@@ -105,7 +105,7 @@ INTERRUPTED_AT_A_START = """
 import signal, sys
 from multiprocessing import util
 from megatron_zb.cli import main as cli
-from megatron_zb_plan import workers
+from megatron_zb.plan import workers
 
 spawn = util.spawnv_passfds
 
@@ -270,13 +270,13 @@ def test_a_missing_part_of_a_package_keeps_its_error() -> None:
         import_module("json.nothing")
 
 
-@pytest.mark.parametrize("module", ["megatron_zb.pretrain_gpt", "megatron_zb.distill_gpt"])
+@pytest.mark.parametrize("module", ["megatron_zb.train", "megatron_zb.distill"])
 def test_training_without_megatron_core(module: str, tmp_path: Path) -> None:
     for suffix in (".bin", ".idx"):
         (tmp_path / f"text{suffix}").touch()
     words = f"--cpu --data-path {tmp_path / 'text'} --micro-batch-size 1 --global-batch-size 4 "
     words += "--train-iters 2 --lr 0.01 "
-    if module.endswith("distill_gpt"):
+    if module.endswith("distill"):
         words += f"--teacher-load {tmp_path} --student-config {STUDENT}"
     else:
         words += "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
@@ -311,7 +311,7 @@ def test_the_launcher_names_what_a_script_imports_in_vain(tmp_path: Path) -> Non
 SLOW_PLAN = """
 import sys
 from megatron_zb.cli import main as cli
-from megatron_zb_plan import cli as planning, workers
+from megatron_zb.plan import cli as planning, workers
 
 if __name__ == "__main__":
     planning._Progress.AFTER = workers.AFTER = 0.0

@@ -23,12 +23,12 @@ from traced_steps import profile, ran
 from megatron_zb import files, launch
 from megatron_zb.cli import ending
 from megatron_zb.cli import main as cli
+from megatron_zb.distill import flags as distillation
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.measured.trace import trace_path, write_trace
-from megatron_zb_distill import flags as distillation
-from megatron_zb_train import arguments as training
-from megatron_zb_train import quickstart, sleeping_steps
+from megatron_zb.train import arguments as training
+from megatron_zb.train import quickstart, sleeping_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_SECONDS = 3.0  # of the processor, until the sentence stands there
@@ -109,7 +109,7 @@ STUDENTS = [
 ]
 _LINK = "links:\n- {source: 0, target: 1, seconds: 0.1}"
 PROFILES = [
-    ("version", "version: 6", "'version' is 6: input should be 1, 2, 3, 4 or 5"),
+    ("version", "version: 2", "'version' is 2: input should be 1"),
     ("version", "", "'version' is missing"),
     ("version", "version: one", "'version' is 'one'"),
     ("pipeline_size", "pipeline_size: 3", "their ranks must be 0 to 2"),
@@ -355,7 +355,7 @@ plan --config gpt_1_5b --gpus 8 --student-config half_mlp --micro-batch-size x |
 plan --student-config half_mlp | --config is missing
 plan --profile none.yaml | none.yaml cannot be read: No such file or directory
 plan --profile folder.yaml | folder.yaml cannot be read: Is a directory
-plan --profile empty.yaml | empty.yaml has no fields: write lines such as 'version: 5'
+plan --profile empty.yaml | empty.yaml has no fields: write lines such as 'version: 1'
 plan --profile run.yaml --gpus 8 | the run that was measured has decided it
 plan --profile run.yaml --config gpt_1_5b | the run that was measured has decided it
 plan --profile run.yaml --tensor 2 | the run that was measured has decided it
@@ -797,7 +797,7 @@ SAMPLE = [
         "show --csv sparse.yaml",
         "trace none.yaml",
     )
-] + [["megatron_zb.launch", "nowhere.py"], ["megatron_zb.cli.quickstart", "--data-path", "nowhere"]]
+] + [["megatron_zb.launch", "nowhere.py"], ["megatron_zb.train.quickstart", "--data-path", "nowhere"]]
 
 
 # Runs a command and prints its seconds and kilobytes: those of a child include its parent's pages.

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from traced_steps import profile, ran
 
 from megatron_zb.cli import main as cli
+from megatron_zb.distill.flags import parse as parse_distillation
+from megatron_zb.distill.place import parse_distribution
+from megatron_zb.distill.student import TeacherShape
+from megatron_zb.distill.student_files import library_of, read_student
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import Profile, read_profile, write_profile
 from megatron_zb.measured.trace import compare, trace_path, write_trace
-from megatron_zb_distill.flags import parse as parse_distillation
-from megatron_zb_distill.place import parse_distribution
-from megatron_zb_distill.student import TeacherShape
-from megatron_zb_distill.student_files import library_of, read_student
-from megatron_zb_plan.request import read as read_job
-from megatron_zb_train.arguments import parse
+from megatron_zb.plan.request import read as read_job
+from megatron_zb.train.arguments import parse
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 

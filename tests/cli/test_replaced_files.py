@@ -22,9 +22,9 @@ from megatron_zb.job.shared_build import Cache
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.measured.trace import trace_path, write_trace
 from megatron_zb.schedules import build
-from megatron_zb_train import quickstart
-from megatron_zb_train.checkpoint_directory import TRACKER, set_latest
-from megatron_zb_train.log import RunLog
+from megatron_zb.train import quickstart
+from megatron_zb.train.checkpoint_directory import TRACKER, set_latest
+from megatron_zb.train.log import RunLog
 
 OLD = "an older file\n"
 SIZES = ["-p", "4", "-m", "8"]

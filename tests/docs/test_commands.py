@@ -28,8 +28,8 @@ ELSEWHERE = {
     r"torchrun .*~/Megatron-LM/pretrain_\w+\.py --": "tests/real_megatron_lm/test_how_to.py",
     r"torchrun .*megatron_zb\.pretrain_gpt --cpu --num-layers 8 --hidden-size 128 "
     r"--num-attention-heads 4 .*--mock-data": "tests/docs/test_readme.py",
-    r"torchrun .*(?:distill_gpt|--save runs/teacher)": "tests/distillation/test_distill_gpt.py",
-    r"python -m megatron_zb_distill\.choice": "tests/distillation/test_block_library.py",
+    r"torchrun .*(?:distill_gpt|--save runs/teacher)": "tests/distill/test_distill_gpt.py",
+    r"python -m megatron_zb.distill\.choice": "tests/distill/test_block_library.py",
     r".*(?:\$MODEL|runs/)": "tests/docs/test_case_study.py",
     r"torchrun .* examples/": "tests/docs/test_examples.py",
     r"torchrun --nproc-per-node 4 -m megatron_zb\.launch pretrain_gpt\.py \$MY_ARGUMENTS": "tests/"
@@ -37,7 +37,7 @@ ELSEWHERE = {
     r"megatron-zb verify": "tests/real_megatron_lm/test_verify.py",
     r"pip install": "scripts/release.sh",
     r"(?:MEGATRON_LM_PATH=\S+ )?scripts/test\.sh": "scripts/test.sh",
-    r"MEGATRON_LM_PATH=.* scripts/pretrain_gpt\.sh": "tests/training/test_pretrain_scripts.py",
+    r"MEGATRON_LM_PATH=.* scripts/pretrain_gpt\.sh": "tests/train/test_pretrain_scripts.py",
     r"scripts/gpu_check\.sh|benchmarks/gpu/": "tests/benchmarks/test_gpu_benchmarks.py",
     r"python benchmarks/pipe_bd": "tests/benchmarks/test_pipe_bd_benchmark.py",
     r"python benchmarks/": "tests/benchmarks/test_benchmarks.py",

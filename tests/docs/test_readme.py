@@ -161,7 +161,7 @@ def gpu_figures(found: dict[str, Any]) -> Iterator[str]:
 
 
 def predictions() -> Iterator[str]:
-    """The counts of docs/validation.md, which tests/planner/test_published.py computes."""
+    """The counts of docs/validation.md, which tests/plan/test_published.py computes."""
     page = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8")
     [(near, ratios)] = re.findall(r"\*: (\d+) of (\d+) are within 10%", page.replace("**", "*"))
     [(met, runs, gpus)] = re.findall(
@@ -219,7 +219,7 @@ def test_every_figure_of_the_first_page_is_computed() -> None:
 
 
 def test_the_quickstart_trains_as_often_as_the_first_page_says() -> None:
-    from megatron_zb_train import quickstart
+    from megatron_zb.train import quickstart
 
     assert len(quickstart.SCHEDULES) + 1 == 5
 

@@ -397,8 +397,8 @@ def test_a_plan_without_a_pipeline_has_a_page(tmp_path: Path) -> None:
 def test_a_long_schedule_is_drawn_in_part_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_zb_plan.prediction._MOST_PASSES", 1)
-    monkeypatch.setattr("megatron_zb_plan.workers.AFTER", float("inf"))  # it is set here alone
+    monkeypatch.setattr("megatron_zb.plan.prediction._MOST_PASSES", 1)
+    monkeypatch.setattr("megatron_zb.plan.workers.AFTER", float("inf"))  # it is set here alone
     sizes = ["--pipeline", "4", "--micro-batch-size", "1", "--recompute", "none"]
     page = write_plan(tmp_path, *sizes, "--schedules", "zb-h1")
     section = page.one("section", id="pictures")

@@ -1,4 +1,4 @@
-"""Trains as megatron_zb.pretrain_gpt does, until a fault strikes: faulty.py FAULT STARTED ...
+"""Trains as megatron_zb.train does, until a fault strikes: faulty.py FAULT STARTED ...
 
 FAULT is JSON: what, phase, rank, iteration. The file STARTED gets the time at which it struck.
 """
@@ -98,7 +98,7 @@ def install(struck: Struck) -> None:
     from megatron_zb.schedules import interchange
     from megatron_zb.schedules.lowering import Run
     from megatron_zb.schedules.passes import PassKind
-    from megatron_zb_train import checkpoint, data, loop
+    from megatron_zb.train import checkpoint, data, loop
 
     run = ForwardBackward._run_passes
     compute = TRAINING | HANDLERS
@@ -157,7 +157,7 @@ def install(struck: Struck) -> None:
 def main() -> None:
     install(Struck(json.loads(sys.argv[1]), Path(sys.argv[2])))
     sys.argv[1:] = sys.argv[3:]
-    from megatron_zb_train.pretrain_gpt import main as train
+    from megatron_zb.train.__main__ import main as train
 
     train()
 

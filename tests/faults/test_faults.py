@@ -37,7 +37,7 @@ from megatron_zb.runtime.watchdog import EXIT_CODE
 from megatron_zb.schedules import interchange
 
 ROOT = Path(__file__).resolve().parents[2]
-UNDISTURBED = ["-m", "megatron_zb.pretrain_gpt"]
+UNDISTURBED = ["-m", "megatron_zb.train"]
 FAULTY = Path(__file__).with_name("faulty.py")
 SECONDS = 150.0
 """No fault takes longer than this to be noticed; torchrun waits half a minute for its ranks."""

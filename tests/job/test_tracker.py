@@ -8,7 +8,7 @@ import pytest
 
 from megatron_zb.errors import UsageError
 from megatron_zb.files import read_tracker
-from megatron_zb_train.checkpoint_directory import TRACKER, latest_checkpoint
+from megatron_zb.train.checkpoint_directory import TRACKER, latest_checkpoint
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from megatron_zb.measured.parts import (
 )
 from megatron_zb.measured.profile import Profile
 from megatron_zb.megatron_core.profiling import _before_passes, _mean_within
+from megatron_zb.plan.from_profile import ProfileRequest, rows
+from megatron_zb.plan.strategy import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
 from megatron_zb.runtime.observer import Span
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers, Letters
@@ -30,8 +32,6 @@ from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement, v_shape
 from megatron_zb.schedules.search.place_w import join_all, split_all
 from megatron_zb.schedules.step_plan import Lengths
-from megatron_zb_plan.from_profile import ProfileRequest, rows
-from megatron_zb_plan.strategy import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
 
 M, P, LAYERS_IN_ALL = 6, 2, 8
 KINDS = ("forward", "backward", "weight", "whole")
@@ -141,7 +141,7 @@ def profile_of(truth: Truth, name: str, multi_token: int = 0) -> Profile:
     model = {"layers": LAYERS_IN_ALL, "hidden_size": 64, "sequence_length": 32, "microbatch": 1}
     return Profile.model_validate(
         {
-            "version": 2,
+            "version": 1,
             "device": "CPU",
             "schedule": name,
             "pipeline_size": P,
@@ -284,11 +284,11 @@ def test_upstream_stands_in_the_ranking() -> None:
     assert "it needs whole groups of 2 microbatches" in missing[f"{MEGATRON_INTERLEAVED} ×2"]
 
 
-def test_a_first_version_is_still_read() -> None:
+def test_a_profile_without_what_may_be_left_out_is_read() -> None:
     profile = profile_of(Truth(), "v-half")
     old = profile.model_dump(exclude={"parts": True, "host": True, "outside": True})
     old["stages"] = [{k: v for k, v in s.items() if k != "whole"} for s in old["stages"]]
-    fit = Fit.of(Profile.model_validate({**old, "version": 1}))
+    fit = Fit.of(Profile.model_validate(old))
     placement = v_shape(P)
     assert fit.parts["forward"].layer == pytest.approx((0.020 + 0.0005) / 2)
     assert len(fit.costs(placement, (2, 2, 2, 2)).forward) == 4

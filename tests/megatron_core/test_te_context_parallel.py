@@ -20,8 +20,8 @@ from te_attention import install, layers_with_attention
 from te_cases import unlike
 from te_models import EXPERTS, layers_of_te
 
+from megatron_zb.plan.byte_counts import layer_held
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb_plan.byte_counts import layer_held
 
 PLAIN = GPTCase()
 

@@ -42,7 +42,7 @@ def test_megatron_lm_before_and_after(checkout: Path, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     _run(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2),
-        *("-m", "megatron_zb.distill_gpt", "--cpu", "--teacher-load", teacher),
+        *("-m", "megatron_zb.distill", "--cpu", "--teacher-load", teacher),
         *("--student-config", "configs/students/half_mlp.yaml", "--data-path", text),
         *("--split", "80,10,10", "--micro-batch-size", 2, "--global-batch-size", 8),
         *("--train-iters", 3, "--lr", 1e-2, "--eval-iters", 2, "--distribution", "0-1:1,2-3:1"),

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from megatron_zb_plan.device import read_device
-from megatron_zb_plan.model import ModelConfig, read_model
-from megatron_zb_plan.model_flags import mock_data_flags, model_flags
-from megatron_zb_plan.operators import RECOMPUTE
-from megatron_zb_plan.prediction import IterationSettings, predict
-from megatron_zb_plan.stages import cut_into_stages
-from megatron_zb_plan.strategy import Strategy, candidates_of
-from megatron_zb_plan.table import flags
-from megatron_zb_plan.work import Workload
+from megatron_zb.plan.device import read_device
+from megatron_zb.plan.model import ModelConfig, read_model
+from megatron_zb.plan.model_flags import mock_data_flags, model_flags
+from megatron_zb.plan.operators import RECOMPUTE
+from megatron_zb.plan.prediction import IterationSettings, predict
+from megatron_zb.plan.stages import cut_into_stages
+from megatron_zb.plan.strategy import Strategy, candidates_of
+from megatron_zb.plan.table import flags
+from megatron_zb.plan.work import Workload
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs" / "models").glob("*.yaml"))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("megatron_zb/runtime", "megatron_zb/megatron_core", "megatron_zb_distill")
+FOLDERS = ("megatron_zb/runtime", "megatron_zb/megatron_core", "megatron_zb/distill")
 """Where tensors of a GPU are handled."""
 WAITS = {
     "all_gather_object",
@@ -72,16 +72,16 @@ PLACES = {
     "megatron_core/sliced_documents.py:Documents.attend": HOST,
     "megatron_core/sliced_documents.py:all_reduced_max": "before the passes of a step",
     "megatron_core/split_backward.py:SequenceShard.whole": STREAM,
-    "megatron_zb_distill/block_library.py:_scores": BETWEEN_STEPS,
-    "megatron_zb_distill/block_library.py:_store": BETWEEN_STEPS,
-    "megatron_zb_distill/block_library.py:_times": BETWEEN_STEPS,
-    "megatron_zb_distill/block_library.py:distil_library": BETWEEN_STEPS,
-    "megatron_zb_distill/block_times.py:_seconds": BETWEEN_STEPS,
-    "megatron_zb_distill/block_times.py:measure": BETWEEN_STEPS,
-    "megatron_zb_distill/evaluation.py:compare": BETWEEN_STEPS,
-    "megatron_zb_distill/last_steps.py:LastSteps.draw": BETWEEN_STEPS,
-    "megatron_zb_distill/replanning.py:Replanner.find": BETWEEN_STEPS,
-    "megatron_zb_distill/stitching.py:_all_shapes": BETWEEN_STEPS,
+    "megatron_zb/distill/block_library.py:_scores": BETWEEN_STEPS,
+    "megatron_zb/distill/block_library.py:_store": BETWEEN_STEPS,
+    "megatron_zb/distill/block_library.py:_times": BETWEEN_STEPS,
+    "megatron_zb/distill/block_library.py:distil_library": BETWEEN_STEPS,
+    "megatron_zb/distill/block_times.py:_seconds": BETWEEN_STEPS,
+    "megatron_zb/distill/block_times.py:measure": BETWEEN_STEPS,
+    "megatron_zb/distill/evaluation.py:compare": BETWEEN_STEPS,
+    "megatron_zb/distill/last_steps.py:LastSteps.draw": BETWEEN_STEPS,
+    "megatron_zb/distill/replanning.py:Replanner.find": BETWEEN_STEPS,
+    "megatron_zb/distill/stitching.py:_all_shapes": BETWEEN_STEPS,
 }
 
 

@@ -19,14 +19,14 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import Ends
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
+from megatron_zb.plan.from_profile import ProfileRequest, rows
+from megatron_zb.plan.prediction import IterationSettings, predict
+from megatron_zb.plan.stages import cut_into_stages
+from megatron_zb.plan.strategy import ScheduleCandidate, candidates_of
+from megatron_zb.plan.table import flags
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
-from megatron_zb_plan.from_profile import ProfileRequest, rows
-from megatron_zb_plan.prediction import IterationSettings, predict
-from megatron_zb_plan.stages import cut_into_stages
-from megatron_zb_plan.strategy import ScheduleCandidate, candidates_of
-from megatron_zb_plan.table import flags
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_zb.megatron_core.random_streams import global_parameters
-from megatron_zb_train import checkpoint
+from megatron_zb.train import checkpoint
 
 
 class Job:

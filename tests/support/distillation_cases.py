@@ -23,18 +23,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.distributed_c10d import _world
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatron_zb.distill.blocks import FusedAttention, ShardedNorm, student_layer, teacher_layer
+from megatron_zb.distill.flags import complete, parse
+from megatron_zb.distill.initialisation import inherit
+from megatron_zb.distill.loop import Job, distribution_of, open_job
+from megatron_zb.distill.student import BlockShape, StudentConfig, library
+from megatron_zb.distill.teacher import read_teacher
 from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb.megatron_core.random_streams import initialise_by_global_name
 from megatron_zb.parsing import flag_of
-from megatron_zb_distill.blocks import FusedAttention, ShardedNorm, student_layer, teacher_layer
-from megatron_zb_distill.flags import complete, parse
-from megatron_zb_distill.initialisation import inherit
-from megatron_zb_distill.loop import Job, distribution_of, open_job
-from megatron_zb_distill.student import BlockShape, StudentConfig, library
-from megatron_zb_distill.teacher import read_teacher
-from megatron_zb_train import data
-from megatron_zb_train.checkpoint import write
-from megatron_zb_train.model import transformer_config
+from megatron_zb.train import data
+from megatron_zb.train.checkpoint import write
+from megatron_zb.train.model import transformer_config
 
 Key = tuple[int, str]
 """A block and the name of a candidate."""
@@ -137,7 +137,7 @@ def enter(model: Mapping[str, Any], folder: str, flags: Sequence[str] = ()) -> N
 
 
 def _defaults() -> argparse.Namespace:
-    from megatron_zb_train import flags
+    from megatron_zb.train import flags
 
     values = flags.parser().defaults()
     return argparse.Namespace(**(values | {"cpu": True, "num_query_groups": 4}))

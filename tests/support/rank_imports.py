@@ -23,7 +23,7 @@ import kept_searches  # noqa: E402
 import megatron.core.models.gpt  # noqa: E402, F401
 import torch._dynamo  # noqa: E402  by the first optimizer
 
-import megatron_zb_train.launch  # noqa: E402, F401
+import megatron_zb.train.launch  # noqa: E402, F401
 from megatron_zb import schedules  # noqa: E402
 
 schedules.build("v-half", pipeline_size=2, num_microbatches=2)

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from megatron_zb_plan.device import DeviceConfig, read_device
-from megatron_zb_plan.model import ModelConfig
-from megatron_zb_plan.strategy import Strategy
-from megatron_zb_plan.work import Workload
+from megatron_zb.plan.device import DeviceConfig, read_device
+from megatron_zb.plan.model import ModelConfig
+from megatron_zb.plan.strategy import Strategy
+from megatron_zb.plan.work import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """\

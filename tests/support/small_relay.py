@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_zb.distill.relay_steps import Exchange, relay_steps
+from megatron_zb.distill.schedule.distribution import Distribution
+from megatron_zb.distill.schedule.step_by_step import step_by_step
 from megatron_zb.runtime.channels import Channels, ShapedChannels, new_groups
 from megatron_zb.runtime.executor import Transport
 from megatron_zb.schedules.passes import Message
-from megatron_zb_distill.relay_steps import Exchange, relay_steps
-from megatron_zb_distill.schedule.distribution import Distribution
-from megatron_zb_distill.schedule.step_by_step import step_by_step
 
 M = 4  # microbatches of a step
 RATE = 0.05

@@ -24,7 +24,7 @@ from megatron_zb.schedules.lowering import (
 from megatron_zb.schedules.passes import Channel, Message
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.schedule import InvalidSchedule
-from megatron_zb_train.synthetic_steps import SyntheticStage
+from megatron_zb.train.synthetic_steps import SyntheticStage
 
 MESSAGE = Message(False, 1, 0)
 THERE = Channel(0, 1)

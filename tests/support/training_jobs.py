@@ -20,7 +20,7 @@ from jobs import Ended
 Flags = Mapping[str, Any]
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
-MODULE = "megatron_zb.pretrain_gpt"
+MODULE = "megatron_zb.train"
 # A mistake must end the ranks long before a process group's timeout would.
 SECONDS_TO_REPORT = 30.0
 SECONDS_TO_TRAIN = 120.0
@@ -28,7 +28,7 @@ SECONDS_TO_TRAIN = 120.0
 # for the functions that --cpu redirects.
 REPORT = """
 import json, os, sys
-from megatron_zb_train.launch import launch
+from megatron_zb.train.launch import launch
 
 def ours(thing):
     home = getattr(thing, "__module__", None) or ""

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from installed_trainers import missing_trainers
 
-from megatron_zb_distill import puzzletron
-from megatron_zb_distill.puzzletron import Routing
-from megatron_zb_distill.student import BlockShape, TeacherShape
+from megatron_zb.distill import puzzletron
+from megatron_zb.distill.puzzletron import Routing
+from megatron_zb.distill.student import BlockShape, TeacherShape
 
 MISSING = missing_trainers()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)

@@ -12,7 +12,7 @@ from jobs import try_job
 from fuzzing.command import Commands, commands_of
 from fuzzing.comparison import compare
 from fuzzing.space import Combination, Space, without_unknown
-from megatron_zb_train import flags
+from megatron_zb.train import flags
 
 _SECONDS = 120.0
 _LEAST = re.compile(
@@ -63,7 +63,7 @@ class OwnTrainer:
         self._jobs += 1
         log = self._folder / f"{self._jobs}.jsonl"
         given = [*words, *self._data, "--log-file", str(log)]
-        ended = try_job(commands.ranks, "megatron_zb.pretrain_gpt", given, _SECONDS)
+        ended = try_job(commands.ranks, "megatron_zb.train", given, _SECONDS)
         said = [line for line in ended.stderr.splitlines() if "megatron_zb: error: " in line]
         if said and ended.code:
             raise RefusedError(said[0])

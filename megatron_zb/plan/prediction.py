@@ -1,0 +1,515 @@
+"""Prediction for one strategy and schedule: seconds of an iteration, tokens per second, memory.
+
+The memory is that of the worst rank, part by part, from the passes that it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from megatron_zb import schedules
+from megatron_zb.plan.byte_counts import ActivationBytes
+from megatron_zb.plan.encoder import CountedEncoder
+from megatron_zb.plan.operators import model_flops
+from megatron_zb.plan.slices import unrolled
+from megatron_zb.plan.stages import StageWorkload
+from megatron_zb.plan.step import by_timeline
+from megatron_zb.plan.strategy import MEGATRON_OWN, ScheduleCandidate
+from megatron_zb.plan.work import Workload
+from megatron_zb.schedules import Costs, Pass, PassKind, Schedule, catalog, lower
+from megatron_zb.schedules.layout import Layout
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.simulator import Timeline
+from megatron_zb.schedules.slices import Slicing, slicing_of
+from megatron_zb.schedules.waiting_kernels import waiting_kernels
+
+# --- a row of the plan: a schedule by its name in the table, and as it runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """A schedule in one setting, whatever its costs come from.
+
+    Attributes:
+        candidate: name in the table.
+        runs: the schedule that runs; for ``auto``, the fastest of all.
+        chunks: chunks of a rank, where the schedule has the choice.
+        layout: layers of each stage.
+        has_by_default: whether a run has this layout without a flag.
+        timeline: the simulation; None without a pipeline.
+    """
+
+    candidate: str
+    runs: ScheduleCandidate
+    chunks: int | None
+    layout: Layout
+    has_by_default: bool
+    timeline: Timeline | None = None
+
+    @property
+    def family(self) -> str:
+        """Name of the schedule in the flags."""
+        return self.runs.family
+
+    @property
+    def megatron(self) -> bool:
+        """Whether Megatron-LM runs it without this package."""
+        return self.candidate in MEGATRON_OWN
+
+    @property
+    def vocabulary_parallel(self) -> bool:
+        """Whether output layer and embedding are vocabulary parallel over all ranks."""
+        return self.runs.vocabulary_parallel
+
+    @property
+    def overlaps_all_to_all(self) -> bool:
+        """Whether pairs hide the expert all-to-all."""
+        return self.runs.overlaps_all_to_all
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """Schedule of the timeline."""
+        return None if self.timeline is None else self.timeline.schedule
+
+    @property
+    def recomputed(self) -> float:
+        """Share of the forwards whose activations the schedule recomputes."""
+        return 0.0 if self.schedule is None else _share(self.schedule, self.schedule.recomputed)
+
+    @property
+    def offloaded(self) -> float:
+        """Share of the forwards whose activations are offloaded to the host."""
+        return 0.0 if self.schedule is None else _share(self.schedule, self.schedule.offloaded)
+
+    @property
+    def slicing(self) -> Slicing | None:
+        """Token slices of every microbatch, None for whole ones."""
+        return None if self.schedule is None else slicing_of(self.schedule)
+
+    @property
+    def name(self) -> str:
+        """Name in tables, with the chunks; for ``auto``, with what it runs."""
+        named = self.candidate
+        if named.split()[0] == "auto":
+            named += ": searched" if self.family == "auto" else f": {self.family}"
+        return named if self.chunks is None else f"{named} ×{self.chunks}"
+
+
+def _share(schedule: Schedule, units: Collection[tuple[int, int]]) -> float:
+    return len(units) / (schedule.num_microbatches * schedule.placement.num_stages)
+
+
+# --- memory
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one of Megatron's pipeline ranks at its peak.
+
+    ``weight_queue`` is what W still needs after B.
+    """
+
+    rank: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    weight_queue: float
+    logits: float
+    messages: float
+    snapshot: float
+    reserved: float
+    fragmentation: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Return the bytes of each part by name."""
+        return {name: size for name, size in asdict(self).items() if name != "rank"}
+
+
+def worst_rank(staged: StageWorkload, schedule: Schedule, *, snapshot: bool) -> RankMemory:
+    """Return the memory of the rank that needs the most.
+
+    ``snapshot`` keeps a copy of the optimizer's state, with which a step can be taken back.
+    """
+    ranks = range(staged.placement.pipeline_size)
+    kept = staged.load.message() if staged.recomputes else 0.0
+    passes: Sequence[Sequence[Pass]] = schedule.ranks
+    if (slicing := staged.slicing) is not None:
+        passes = [[*unrolled(rank, slicing)] for rank in passes]
+    peaks = [peak_of(passes[r], staged.held_by_slices, kept) for r in ranks]
+    return max(
+        (_of_rank(staged, r, *peaks[r], snapshot=snapshot) for r in ranks), key=lambda m: m.total
+    )
+
+
+def without_pipeline(staged: StageWorkload) -> RankMemory:
+    """Return the memory of one rank that runs F and BW of each microbatch in turn."""
+    passes = (
+        *(Pass(PassKind.F, s, 0) for s in range(len(staged.held))),
+        *(Pass(PassKind.BW, s, 0) for s in reversed(range(len(staged.held)))),
+    )
+    return _of_rank(staged, 0, *peak_of(passes, staged.held), snapshot=False)
+
+
+def _of_rank(
+    staged: StageWorkload, rank: int, activations: float, queue: float, *, snapshot: bool
+) -> RankMemory:
+    states, device = staged.states[rank], staged.load.device
+    return RankMemory(
+        rank=staged.placement.pipeline_rank(rank),
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        activations=activations + staged.prefix(rank),
+        weight_queue=queue,
+        logits=staged.logits(rank),
+        messages=staged.messages(rank),
+        snapshot=states.optimizer if snapshot else 0.0,
+        reserved=device.reserved_bytes - device.fragmentation_bytes,
+        fragmentation=device.fragmentation_bytes,
+    )
+
+
+_HOLD_NOTHING = tuple(map(PassKind, "PEGMK"))
+
+
+def peak_of(
+    passes: Sequence[Pass], held: Sequence[ActivationBytes], kept_input: float = 0.0
+) -> tuple[float, float]:
+    """Return the bytes of activations and the bytes waiting for W, when their sum is largest.
+
+    A backward that recomputes holds its layer's activations while it runs. Shards of the output
+    layer hold theirs from O to V. What R makes again holds ``kept_input`` bytes until then, and
+    offloaded activations nothing from D to H.
+    """
+    live = queue = most = 0.0
+    best = (0.0, 0.0)
+    dropped = {(stage, microbatch) for kind, stage, microbatch in passes if kind is PassKind.R}
+    for kind, stage, microbatch in passes:
+        here = held[stage]
+        if kind in _HOLD_NOTHING:
+            continue
+        if kind is PassKind.F and (stage, microbatch) in dropped:
+            live += min(kept_input, here.activation)
+        elif kind is PassKind.R:
+            live += max(0.0, here.activation - kept_input)
+        elif kind in (PassKind.F, PassKind.O, PassKind.H):
+            live += here.activation
+        elif kind in (PassKind.V, PassKind.D):
+            live -= here.activation
+        elif kind is PassKind.W:
+            queue -= here.for_weight
+        else:
+            if live + here.in_backward + queue > most:
+                most, best = live + here.in_backward + queue, (live + here.in_backward, queue)
+            live -= here.activation
+            if kind is PassKind.B:
+                queue += here.for_weight
+        if live + queue > most:
+            most, best = live + queue, (live, queue)
+    return best
+
+
+# --- time
+
+
+Build = Callable[[Costs, int], Schedule]
+"""Function that builds a schedule from costs and the number of microbatches."""
+
+# Above so many passes 3p and 4p microbatches are simulated, and the others continued from them; 4p
+# and 8p where activations are recomputed or offloaded, since the first microbatches need less of
+# it.
+_MOST_PASSES = 16_000
+_TURNS, _MORE_TURNS = 4, 8
+
+
+@dataclass(frozen=True)
+class IterationSettings:
+    """Settings of an iteration that do not change the order of passes within the model.
+
+    Attributes:
+        num_microbatches: microbatches of each pipeline.
+        post_validation: ranks start the next iteration one by one instead of together.
+        back_to_back: build the schedule for that, where there is post-validation.
+        snapshot: keep a copy of the optimizer's state to take a step back with.
+    """
+
+    num_microbatches: int
+    post_validation: bool = False
+    back_to_back: bool = True
+    snapshot: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction(PlanRow):
+    """Predicted time and memory of one choice.
+
+    Where there are many microbatches, the timeline is that of the first ones, from which the
+    seconds of the rest are extrapolated. ``memory_limit`` is the limit to give ``auto``, as a
+    fraction of 1F1B's activations. ``host_bytes`` are the most that the host holds of the
+    activations of any rank.
+    """
+
+    load: Workload
+    num_microbatches: int
+    pipeline_seconds: float
+    bubble: float
+    step_seconds: float
+    memory: RankMemory
+    costs: Costs | None = None
+    post_validation: bool = False
+    memory_limit: float | None = None
+    host_bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an iteration."""
+        return self.pipeline_seconds + self.step_seconds
+
+    @property
+    def gpus(self) -> int:
+        strategy = self.load.strategy
+        return strategy.model_ranks * strategy.pipeline
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an iteration on all GPUs."""
+        strategy = self.load.strategy
+        samples = self.num_microbatches * strategy.microbatch * strategy.data
+        return samples * self.load.sequence
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens / self.seconds / self.gpus
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: the share of the data sheet's FLOP/s that training needs.
+
+        Training on frozen weights needs two thirds: it has no weight gradients.
+        """
+        flops = model_flops(self.load.model, self.tokens, self.load.sequence)
+        flops *= 2 / 3 if self.load.frozen else 1
+        flops += CountedEncoder(self.load).flops(self.tokens / self.load.sequence)
+        return flops / self.seconds / self.gpus / self.load.rate.peak
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A workload with the schedule that runs it; the schedule is None without a pipeline.
+
+    The memory is known before the time is: only what fits is worth a simulation.
+    """
+
+    staged: StageWorkload
+    candidate: ScheduleCandidate
+    iteration: IterationSettings
+    chunks: int | None
+    schedule: Schedule | None
+    costs: Costs
+    build: Build
+
+    @cached_property
+    def memory(self) -> RankMemory:
+        """Memory of the worst rank."""
+        if self.schedule is None:
+            return without_pipeline(self.staged)
+        return worst_rank(self.staged, self.schedule, snapshot=self.iteration.snapshot)
+
+    def predicted(self) -> Prediction:
+        """Simulate the schedule."""
+        staged, candidate, iteration = self.staged, self.candidate, self.iteration
+        m, post_validation = iteration.num_microbatches, iteration.post_validation
+        timeline, bubble = None, 0.0
+        seconds = m * staged.busiest.total
+        if self.schedule is None:
+            post_validation = False
+        else:
+            timeline = self._simulated(self.schedule)
+            seconds, running = self._of_all(timeline)
+            seconds = max(seconds, m * staged.link_seconds)
+            bubble = 1 - running / seconds
+        return Prediction(
+            candidate=candidate.name,
+            runs=replace(
+                candidate,
+                vocabulary_parallel=staged.vocabulary_parallel,
+                overlaps_all_to_all=staged.overlaps_all_to_all,
+            ),
+            load=staged.load,
+            num_microbatches=m,
+            chunks=self.chunks,
+            layout=staged.layout,
+            has_by_default=candidate.has_by_default(staged.layout, staged.placement),
+            pipeline_seconds=seconds,
+            bubble=bubble,
+            step_seconds=by_timeline(staged, timeline, post_validation=post_validation),
+            memory=self.memory,
+            timeline=timeline,
+            costs=None if timeline is None else self.costs,
+            post_validation=post_validation,
+            host_bytes=0.0 if timeline is None else max(timeline.peak_host),
+        )
+
+    def _of_all(self, timeline: Timeline) -> tuple[float, float]:
+        """Return the pipeline's seconds of an iteration, and those in which a rank runs passes.
+
+        Where the timeline is that of the first microbatches, the others take as long as the last
+        of these do, found from one more schedule of fewer.
+        """
+        back_to_back, m = self.iteration.post_validation, self.iteration.num_microbatches
+        seconds = timeline.seconds(back_to_back=back_to_back)
+        running = _running(self.staged, timeline)
+        more = timeline.schedule.rules.whole_microbatches(timeline.schedule)
+        if more == m:
+            return seconds, running
+        few = _filling(self.staged) * (
+            _MORE_TURNS // 2 if _recomputes_or_offloads(self.staged) else 1
+        )
+        shorter = self._simulated(self.build(self.costs, more - few))
+        each_runs = (running - _running(self.staged, shorter)) / few
+        each = (seconds - shorter.seconds(back_to_back=back_to_back)) / few
+        each = max(each, each_runs, _least(self.costs, self.staged.placement))
+        return seconds + (m - more) * each, running + (m - more) * each_runs
+
+    def _simulated(self, schedule: Schedule) -> Timeline:
+        return schedules.simulate(schedule, self.costs)
+
+
+def ordered(
+    staged: StageWorkload,
+    candidate: ScheduleCandidate,
+    iteration: IterationSettings,
+    chunks: int | None,
+    build: Build | None = None,
+) -> Ordered:
+    """Build the schedule of a workload.
+
+    Args:
+        staged: the workload on the placement of the schedule.
+        candidate: the schedule.
+        iteration: number of microbatches and post-validation.
+        chunks: chunks per rank where the schedule has the choice.
+        build: function that builds the schedule in another way than the catalog.
+
+    Raises:
+        UsageError: the schedule cannot be built within the memory.
+    """
+    costs, slicing = staged.costs(blocking=candidate.blocking), staged.slicing
+
+    def by_name(costs: Costs, num_microbatches: int) -> Schedule:
+        return schedules.build(
+            candidate.family,
+            pipeline_size=staged.placement.pipeline_size,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            chunks=chunks,
+            back_to_back=iteration.back_to_back and iteration.post_validation,
+            slices=slicing or 1,
+        )
+
+    build, schedule = build or by_name, None
+    m = iteration.num_microbatches
+    enough = _filling(staged) * (_MORE_TURNS if _recomputes_or_offloads(staged) else _TURNS)
+    if staged.placement.pipeline_size > 1:
+        passes = 3 * m * staged.load.strategy.slices * staged.placement.num_stages
+        schedule = build(costs, m if passes <= _MOST_PASSES or m <= enough else enough)
+    return Ordered(staged, candidate, iteration, chunks, schedule, costs, build)
+
+
+def _filling(staged: StageWorkload) -> int:
+    """Return the least microbatches of whose units each rank can run one at a time."""
+    return -(-staged.placement.pipeline_size // staged.load.strategy.slices)
+
+
+def predict(
+    staged: StageWorkload,
+    candidate: ScheduleCandidate,
+    iteration: IterationSettings,
+    chunks: int | None,
+    build: Build | None = None,
+) -> Prediction:
+    """Build and simulate a schedule; the arguments and errors are those of :func:`ordered`."""
+    return ordered(staged, candidate, iteration, chunks, build).predicted()
+
+
+def _recomputes_or_offloads(staged: StageWorkload) -> bool:
+    """Return whether activations may be recomputed or offloaded: more of them later in a step."""
+    return staged.recomputes or staged.offloads
+
+
+def _running(staged: StageWorkload, timeline: Timeline) -> float:
+    """Return the seconds in which a rank, on average, runs passes of a timeline.
+
+    A pair counts once, with the all-to-all that it does not hide; recomputation also counts; a
+    message that stops a rank is no pass.
+    """
+    if staged.overlaps_all_to_all or staged.recomputes:
+        return (1 - timeline.bubble_rate) * timeline.makespan
+    schedule, p = timeline.schedule, staged.placement.pipeline_size
+    work = sum(staged.rank_work(r).total for r in range(p)) / p
+    return schedule.rules.whole_microbatches(schedule) * work
+
+
+def _least(costs: Costs, placement: Placement) -> float:
+    """Return a microbatch's seconds on the busiest rank: one more takes no schedule less."""
+    stages = costs.for_placement(placement).hidden()
+    times = zip(stages.forward, stages.backward, stages.weight, strict=True)
+    work = [sum(of) for of in times]
+    of_ranks = [sum(work[s] for s in held) for held in placement.stages_of]
+    if stages.shards is None:
+        return max(of_ranks)
+    of_ranks[placement.rank_of[-1]] += stages.shards.loss
+    return max(map(sum, zip(of_ranks, stages.shards.output, stages.shards.weight, strict=True)))
+
+
+# --- overheads that the seconds leave out ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Overheads of one schedule of this package that the predicted seconds leave out.
+
+    A receive is a kernel that waits for its message beside the computation and occupies thread
+    blocks meanwhile. How much that slows the computation down has not been measured, so it is in
+    no time. Megatron's backward hides the reduce-scatter of tensor parallelism in its input
+    gradient behind the weight gradient; a split backward exposes it in B. The seconds of all rows
+    include it as exposed, so the lead of a split schedule may be smaller by its share.
+
+    Attributes:
+        waiting: message kernels that wait on a rank while it computes, the mean over time and
+            ranks.
+        exposed: share of an iteration in which B waits for collectives of tensor parallelism that
+            Megatron's own backward hides.
+    """
+
+    waiting: float
+    exposed: float
+
+
+def overheads(row: Prediction) -> Overheads | None:
+    """Return the overheads of a row; None where Megatron itself runs it."""
+    timeline = row.timeline
+    if timeline is None or row.megatron:
+        return None
+    found = waiting_kernels(lower(timeline.schedule, timeline), timeline.costs)
+    return Overheads(sum(rank.mean for rank in found) / len(found), _exposed(row))
+
+
+def _exposed(row: Prediction) -> float:
+    if not catalog.family(row.family).splits_backward:
+        return 0.0
+    seconds = sum(_hidden_by_weight_gradient(row.load, i) for i in range(row.load.model.layers))
+    return row.num_microbatches * seconds / row.load.strategy.pipeline / row.seconds
+
+
+def _hidden_by_weight_gradient(load: Workload, index: int) -> float:
+    """Return the seconds of a layer's reduce-scatters in B that its W could hide."""
+    return min(load.tensor_parallel(index) / 2, load.layer(index).weight)

@@ -1,0 +1,474 @@
+"""Settings of every schedule, ordered by formula: simulation decides among the first of them.
+
+The first stage of the search has seconds and bytes of each choice by formula. The bubbles are those
+of ``docs/schedules.md``, the memory is the peak that the catalog promises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from megatron_zb.errors import UsageError
+from megatron_zb.plan import byte_counts
+from megatron_zb.plan.byte_counts import ActivationBytes, StateBytes
+from megatron_zb.plan.device import DeviceConfig
+from megatron_zb.plan.encoder import CountedEncoder
+from megatron_zb.plan.given_run import GivenRun
+from megatron_zb.plan.model import ModelConfig
+from megatron_zb.plan.operators import modules_of
+from megatron_zb.plan.prediction import IterationSettings
+from megatron_zb.plan.slices import are_long, prefix, why_not_sliced
+from megatron_zb.plan.stages import StageWorkload, average_layer, worth_a_simulation
+from megatron_zb.plan.step import at_least, by_formula
+from megatron_zb.plan.strategy import (
+    Choices,
+    ScheduleCandidate,
+    Strategy,
+    no_strategy_message,
+    strategies,
+)
+from megatron_zb.plan.vocabulary import CountedShard, can_be_shared, why_not_sharded
+from megatron_zb.plan.work import PassSeconds, Workload
+from megatron_zb.schedules import Costs, catalog
+from megatron_zb.schedules.bounds import lower_bound, period_bound
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.sliced_families import sliced_bound
+
+# --- estimates by formula
+
+
+@dataclass(frozen=True)
+class EvenSplit:
+    """A workload cut evenly, ends included: average work and memory of a rank.
+
+    With ``vocabulary_parallel``, every rank has a shard of the output layer.
+    """
+
+    load: Workload
+    vocabulary_parallel: bool = False
+
+    @cached_property
+    def _middle(self) -> int:
+        return self.load.model.layers - 1
+
+    @cached_property
+    def _parts(self) -> tuple[PassSeconds, PassSeconds]:
+        return average_layer(self.load), self.load.output()
+
+    @cached_property
+    def _encoder(self) -> CountedEncoder:
+        return CountedEncoder(self.load)
+
+    @cached_property
+    def _shard(self) -> PassSeconds:
+        shard = CountedShard(self.load)
+        return PassSeconds(shard.output + shard.lookup, shard.loss, shard.weight + shard.lookup)
+
+    @cached_property
+    def _rank_beside_shard(self) -> PassSeconds:
+        pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
+        layer = self._parts[0]
+        ends = CountedShard(self.load).looked_up + self.load.prediction() + self._encoder.work
+        equal = (layer * layers + ends) * (1 / pipeline)
+        return max(equal, layer * math.ceil(layers / pipeline - 0.5), key=lambda w: w.total)
+
+    @cached_property
+    def rank(self) -> PassSeconds:
+        """Seconds of a microbatch on the slowest rank of the best layout."""
+        if self.vocabulary_parallel:
+            return self._rank_beside_shard + self._shard
+        pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
+        layer, output = self._parts
+        whole = layer * layers + output + self.load.embedding() + self._encoder.work
+        equal = whole * (1 / pipeline)
+        in_layers = math.ceil((layers + output.total / layer.total) / pipeline - 0.5)
+        slowest = max(equal, layer * in_layers, key=lambda w: w.total)
+        return max(slowest, output, self._encoder.work, key=lambda w: w.total)
+
+    def rank_with(self, placement: Placement) -> PassSeconds:
+        """Return :attr:`rank` where every stage but the first and the last has a layer at least."""
+        if self.vocabulary_parallel:
+            return self.rank
+        layer, output = self._parts
+        others = [s for s in placement.stages_of[placement.rank_of[-1]] if s]
+        fullest = output + layer * (len(others) - 1)
+        return max(self.rank, fullest, key=lambda w: w.total)
+
+    def of_stages(self, placement: Placement) -> PassSeconds:
+        """Return :meth:`rank_with` without the shard of the rank, which fills waits."""
+        return self._rank_beside_shard if self.vocabulary_parallel else self.rank_with(placement)
+
+    @cached_property
+    def held(self) -> ActivationBytes:
+        """Bytes of a microbatch on one rank."""
+        model, pipeline = self.load.model, self.load.strategy.pipeline
+        alike = model.alike(range(model.layers)) if model.kinds else {self._middle: model.layers}
+        held = [(byte_counts.layer_held(self.load, i), n / pipeline) for i, n in alike.items()]
+        parts = (
+            ActivationBytes(one.activation * n, one.for_weight * n, one.in_backward)
+            for one, n in held
+        )
+        return sum(parts, ActivationBytes())
+
+    @cached_property
+    def states(self) -> StateBytes:
+        """States of a rank with its share of the layers, the last ones, and the embedding."""
+        layers = self.load.model.layers
+        count = math.ceil(layers / self.load.strategy.pipeline)
+        states = byte_counts.rank_states(
+            self.load,
+            range(layers - count, layers),
+            embedding=not self.vocabulary_parallel,
+            output=False,
+        )
+        return states + CountedShard(self.load).states if self.vocabulary_parallel else states
+
+
+def estimated_seconds(
+    split: EvenSplit, candidate: ScheduleCandidate, m: int, chunks: int | None
+) -> float:
+    """Estimate the seconds of an iteration by formula."""
+    p = split.load.strategy.pipeline
+    if p == 1:
+        return m * split.rank.total + by_formula(split.load, split.states, split.rank)
+    placement = candidate.placement(p, chunks)
+    n = split.load.strategy.slices
+    work, latency, v = split.rank_with(placement), split.load.latency(False), placement.chunks
+    stages = split.of_stages(placement)
+    if candidate.blocking:
+        work = stages = work + PassSeconds(v * latency, v * latency)
+    family = catalog.family(candidate.family)
+    steady = m * max(work.total, family.interval(stages))
+    step = by_formula(split.load, split.states, work)
+    bubble = family.bubble(p, stages, v) * split.load.slowest_slice
+    return steady + bubble + 2 * (p - 1) * latency / n + step
+
+
+def estimated_memory(
+    split: EvenSplit, candidate: ScheduleCandidate, m: int, chunks: int | None
+) -> float:
+    """Estimate the bytes of the first rank, by the peak that the catalog promises."""
+    p = split.load.strategy.pipeline
+    n = split.load.strategy.slices
+    peak = (_peak(candidate, p, m * n, chunks) + n - 1) / n  # all slices are held before B
+    peak = min(m, peak + split.vocabulary_parallel / n)
+    fixed = split.states.total + split.load.device.reserved_bytes
+    fixed += prefix(split.load, split.load.model.layers // p)
+    held = split.held.activation
+    if n > 1 and candidate.splits:  # orders of many slices take too long to try what cannot fit
+        held = max(held, split.held.for_weight)
+    return fixed + peak * held
+
+
+def _peak(candidate: ScheduleCandidate, p: int, m: int, chunks: int | None) -> float:
+    if candidate.family == "interleaved" and chunks:
+        return p + (p - 1) / chunks
+    return catalog.family(candidate.family).peak_microbatches(p, m) if m > 1 else 1
+
+
+# --- settings
+
+
+# Skip settings whose memory by formula exceeds the GPU's by more: schedules save less than that.
+SLACK = 1.1
+# Settings of each schedule whose layouts refine the formula before some are simulated.
+_REFINED = 40
+# Settings that fit only without activations whose layouts are looked for.
+_OF_RECOMPUTE = 4
+# Relative difference of rates by formula that decides nothing between numbers of chunks.
+_TIE = 0.002
+# Largest memory limit of auto, as a fraction of 1F1B's activations.
+_MOST_FRACTION = 2.0
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """A training job: model, GPUs, bytes of memory per GPU, batch and allowed choices.
+
+    With ``post_validation``, schedules are built for iterations back to back, unless
+    ``back_to_back`` is False. ``vocabulary`` parallelism over the pipeline ranks is in every
+    schedule of this package ("on"), in none ("off"), or where a schedule is faster by more than
+    the error of predictions ("auto"). ``recomputes`` allows ``auto`` to recompute activations, and
+    ``offloads`` to offload them to the host. Of a ``frozen`` model only adapters are trained.
+    ``given`` is the run of a training's arguments; ``why_not_given`` says why a plan has none.
+    """
+
+    model: ModelConfig
+    device: DeviceConfig
+    gpus: int
+    memory: float
+    global_batch: int
+    sequence: int
+    choices: Choices = field(default_factory=Choices)
+    post_validation: bool = False
+    back_to_back: bool = True
+    snapshot: bool = False
+    vocabulary: str = "auto"
+    recomputes: bool = False
+    offloads: bool = False
+    frozen: bool = False
+    given: GivenRun | None = None
+    why_not_given: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.model.name
+
+    def iteration(self, m: int, *, splits: bool = True) -> IterationSettings:
+        """Return an iteration of m microbatches; steps are taken back where backwards are split."""
+        return IterationSettings(
+            m, self.post_validation and splits, self.back_to_back, self.snapshot and splits
+        )
+
+    @property
+    def why_not_sharded(self) -> str | None:
+        """Why the output layer cannot be sharded, None if it can."""
+        if self.frozen:
+            return (
+                "its weights are frozen, and vocabulary parallelism has passes for their gradients"
+            )
+        return why_not_sharded(self.model, post_validation=self.post_validation)
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether microbatches may be cut into token slices."""
+        return max(self.choices.slices) > 1
+
+    def check_slices(self) -> None:
+        """Refuse token slices where no run of the model has them.
+
+        Raises:
+            UsageError: names the reason.
+        """
+        why = why_not_sliced(self.model, post_validation=self.post_validation)
+        if self.has_slices and why is not None:
+            flag = self.choices.flag("slices")
+            raise UsageError(f"{flag}: microbatches cannot be cut, because {why}: leave it out")
+
+    def of_single_samples(self, tokens: int) -> PlanJob:
+        """Return the job with microbatches of one sample of so many tokens."""
+        return replace(self, sequence=tokens, choices=replace(self.choices, microbatch=(1,)))
+
+    def optimistic(self, staged: StageWorkload, m: int) -> float:
+        """Return the tokens per second and GPU that no order of passes exceeds in a setting."""
+        costs, slicing = staged.costs(blocking=False), staged.slicing
+        left = [self.memory - fixed for fixed in costs.fixed]
+        if min(left) <= 0:
+            return 0.0
+        if slicing is None:
+            bound = period_bound if self.post_validation else lower_bound
+            seconds = bound(staged.placement, m, costs.for_placement(staged.placement), left)
+        else:
+            table = slicing.costs(costs, m).for_placement(staged.placement)
+            if table.recomputes_or_offloads:  # memory bounds no time
+                left = [math.inf] * len(left)
+            seconds = sliced_bound(staged.placement, table, left, slicing.slices, joined=False)
+        seconds += at_least(staged, post_validation=self.post_validation)
+        strategy = staged.load.strategy
+        gpus = strategy.tensor * strategy.pipeline * strategy.data
+        return m * staged.load.tokens * strategy.data / seconds / gpus
+
+    def memory_fraction(
+        self, staged: StageWorkload, costs: Costs, *, less: float = 0.0
+    ) -> float | None:
+        """Return the memory left for activations on the fullest rank, a ``memory_limit``.
+
+        ``less`` bytes are left free.
+
+        It is a fraction of 1F1B's peak, rounded down to hundredths, or to thousandths where little
+        may do; None where nothing is left.
+        """
+        ranks = range(staged.placement.pipeline_size)
+        in_backward = max(held.in_backward for held in staged.held_by_slices)
+        snapshots = [staged.states[r].optimizer if self.snapshot else 0.0 for r in ranks]
+        left = min(self.memory - costs.fixed[r] - snapshots[r] for r in ranks) - in_backward - less
+        steps = 1000 if staged.recomputes or staged.offloads or staged.slicing else 100
+        limit = math.floor(steps * left / costs.one_f_one_b_peak()) / steps
+        return min(limit, _MOST_FRACTION) if limit > 0 else None
+
+
+@dataclass(frozen=True)
+class CountedSetting:
+    """A schedule with a strategy and chunks: seconds and bytes by formula.
+
+    ``counted`` are the seconds of a microbatch on a rank that the formula counts with.
+    """
+
+    load: Workload
+    candidate: ScheduleCandidate
+    chunks: int | None
+    m: int
+    seconds: float
+    memory: float
+    counted: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second on all GPUs, by formula."""
+        strategy = self.load.strategy
+        return self.m * self.load.tokens * strategy.replicas / self.seconds
+
+    def staged(self) -> list[StageWorkload]:
+        """Cut the workload into stages by the layouts that are worth it; none if layers are few."""
+        return worth_a_simulation(self.load, self.candidate, self.chunks)
+
+
+@dataclass(frozen=True)
+class CountedSettings:
+    """Every strategy of a job, with an even split: without and with vocabulary parallelism."""
+
+    job: PlanJob
+    whole: list[EvenSplit]
+    sharded: list[EvenSplit]
+
+    @classmethod
+    def of(cls, job: PlanJob) -> CountedSettings:
+        """Return the splits of a job.
+
+        Raises:
+            UsageError: the sizes cannot be divided.
+        """
+        job.check_slices()
+        sizes = job.model, job.device, job.gpus, job.global_batch, job.choices
+        loads = (
+            Workload(job.model, job.device, strategy, job.sequence, job.frozen)
+            for strategy in strategies(*sizes, job.sequence)
+        )
+        found = [EvenSplit(load) for load in loads if are_long(load, job.choices.slice_tokens)]
+        if not found:
+            raise UsageError(no_strategy_message(*sizes))
+        if job.has_slices and all(s.load.strategy.slices == 1 for s in found):
+            raise UsageError(
+                f"{job.choices.flag('slices')} {','.join(map(str, job.choices.slices))}: no sample "
+                f"of {job.sequence} tokens can be cut: slices need a pipeline, --precision bf16, "
+                f"and {job.choices.slice_tokens} tokens on every rank of tensor and context "
+                "parallelism: give fewer, or --slice-tokens"
+            )
+        shared = [s.load for s in found if can_be_shared(job.model, s.load.strategy)]
+        sharded = [] if job.vocabulary == "off" or job.why_not_sharded else shared
+        return cls(job, found, [EvenSplit(load, vocabulary_parallel=True) for load in sharded])
+
+    @property
+    def have_all_to_all(self) -> bool:
+        """Whether there is an expert all-to-all that Megatron can hide behind a pass."""
+        return any(_has_all_to_all(split.load) for split in self.whole)
+
+    def ordered(self, candidate: ScheduleCandidate) -> list[CountedSetting]:
+        """Return the settings of a schedule, the fastest by formula first."""
+        splits = self.sharded if candidate.vocabulary_parallel else self.whole
+        found = (setting for split in splits for setting in self._of_split(split, candidate))
+        return sorted(found, key=lambda setting: -setting.rate)
+
+    def if_recomputed(self, candidate: ScheduleCandidate) -> list[tuple[StageWorkload, int]]:
+        """Return the workloads and microbatches of ``auto`` that fit only without activations.
+
+        The fastest are first by a formula in which forwards of the share that does not fit run
+        twice. Their placement is the V.
+        """
+        of_v = replace(candidate, family="v-zb")
+        found = []
+        for split in self.sharded if candidate.vocabulary_parallel else self.whole:
+            fixed = split.states.total + split.load.device.reserved_bytes
+            for setting in self._of_split(split, of_v):
+                held = setting.memory - fixed
+                share = (setting.memory - self.job.memory) / held
+                if 0 < share < 1 and split.load.strategy.recompute != "full":
+                    again = share * setting.m * split.rank.forward
+                    found.append(replace(setting, seconds=setting.seconds + again))
+        found.sort(key=lambda setting: -setting.rate)
+        staged = ((setting.staged(), setting.m) for setting in found[:_OF_RECOMPUTE])
+        return [(first[0], m) for first, m in staged if first]
+
+    def _of_split(self, split: EvenSplit, candidate: ScheduleCandidate) -> Iterator[CountedSetting]:
+        load, strategy = split.load, split.load.strategy
+        m = strategy.num_microbatches(self.job.global_batch)
+        if not candidate.takes(strategy):
+            return
+        if strategy.pipeline == 1:
+            seconds = estimated_seconds(split, candidate, m, None)
+            needed = split.states.total + load.device.reserved_bytes + split.held.activation
+            yield CountedSetting(load, candidate, None, m, seconds, needed, split.rank.total)
+            return
+        if candidate.needs_whole_groups and m % strategy.pipeline:
+            return
+        if candidate.overlaps_all_to_all and not _has_all_to_all(load):
+            return
+        for chunks in candidate.chunk_counts(load.model.layers, strategy.pipeline):
+            seconds = estimated_seconds(split, candidate, m, chunks)
+            if candidate.overlaps_all_to_all:
+                seconds *= _share_left(split)
+            needed = estimated_memory(split, candidate, m, chunks)
+            counted = split.rank_with(candidate.placement(strategy.pipeline, chunks)).total
+            yield CountedSetting(load, candidate, chunks, m, seconds, needed, counted)
+
+    def refined(self, ordered: Sequence[CountedSetting]) -> list[CountedSetting]:
+        """Reorder the first settings that may fit by the steady state of their layouts."""
+        out: list[CountedSetting] = []
+        fitting = 0
+        for setting in ordered:
+            if fitting >= _REFINED:
+                break
+            if setting.memory > SLACK * self.job.memory:
+                out.append(setting)
+                continue
+            if not (staged := setting.staged()):
+                continue
+            fitting += 1
+            steady = staged[0].interval(in_groups=setting.candidate.in_groups)
+            longer = max(0.0, steady - setting.counted)
+            out.append(replace(setting, seconds=setting.seconds + setting.m * longer))
+        return _fewest_chunks_first(out)
+
+    def promising(self, variants: Sequence[ScheduleCandidate]) -> list[list[CountedSetting]]:
+        """Return the settings of each schedule that may fit; first those of which most is promised.
+
+        With more than two chunks, the search for an order with shards or pairs falls behind the
+        formula.
+        """
+        found = []
+        for candidate in variants:
+            if candidate.megatron or candidate.takes_chunks:
+                continue
+            ordered = self.refined(self.ordered(candidate))
+            fitting = [s for s in ordered if s.memory <= SLACK * self.job.memory]
+            if fitting:
+                found.append(fitting)
+        return sorted(found, key=lambda settings: -settings[0].rate)
+
+
+def _fewest_chunks_first(settings: Sequence[CountedSetting]) -> list[CountedSetting]:
+    """Sort settings by their rate; among those that differ only in chunks, a tie has few first.
+
+    The formula counts no gap to the bound, which grows with the number of chunks.
+    """
+    best: dict[Strategy, float] = {}
+    for setting in settings:
+        strategy = setting.load.strategy
+        best[strategy] = max(best.get(strategy, 0.0), setting.rate)
+
+    def place(setting: CountedSetting) -> tuple[float, int]:
+        most = best[setting.load.strategy]
+        if setting.candidate.megatron or setting.rate < most * (1 - _TIE):
+            return -setting.rate, 0
+        return -most, setting.chunks or 0
+
+    return sorted(settings, key=place)
+
+
+def _has_all_to_all(load: Workload) -> bool:
+    all_to_all = load.all_to_all(load.model.layers - 1)
+    recompute = load.strategy.recompute
+    again = recompute == "full" or "moe" in modules_of(recompute)
+    return load.strategy.expert > 1 and not again and all_to_all > 0
+
+
+def _share_left(split: EvenSplit) -> float:
+    """Return the share of a rank's seconds that is left at best with a hidden all-to-all."""
+    load, whole = split.load, split.rank.total
+    layers = load.model.layers
+    all_to_all = 2 * sum(map(load.all_to_all, range(layers))) / load.strategy.pipeline
+    return min(1.0, max(whole - all_to_all, all_to_all) / whole)

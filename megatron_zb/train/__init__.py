@@ -1,0 +1,1 @@
+"""Training a GPT model only on megatron-core, as `megatron_zb.train` does."""

@@ -1,0 +1,209 @@
+"""Sums of the planner beside the same sums by hand, with sizes in which all terms differ."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from counted_sizes import arguments
+from measured_runs import P, profile
+from small_models import a100, load, small
+
+from megatron_zb.measured.balance import attention_of, of_arguments
+from megatron_zb.measured.fit import Fit, Variant
+from megatron_zb.measured.profile import Profile
+from megatron_zb.plan import from_profile
+from megatron_zb.plan.byte_counts import StateBytes
+from megatron_zb.plan.from_profile import ProfileRequest
+from megatron_zb.plan.mixers import LatentAttention, latent_attention
+from megatron_zb.plan.step import Travel, by_formula, seconds_apart
+from megatron_zb.plan.strategy import candidates_of
+from megatron_zb.plan.work import PassSeconds
+from megatron_zb.schedules.placement import looped
+from megatron_zb.schedules.step_plan import NO_ATTENTION, AttentionWork
+
+
+@pytest.mark.parametrize(
+    ("query_rank", "weights", "projected"),
+    [
+        # queries 5 * (7 + 3 * 15), down 7 * (11 + 2), up 11 * 3 * (13 + 17), output 3 * 17 * 7
+        (5, 260 + 91 + 990 + 357, 3 * (15 + 15 + 17) + 5 + 11 + 2),
+        (None, 315 + 91 + 990 + 357, 3 * (15 + 15 + 17) + 11 + 2),
+    ],
+)
+def test_latent_attention(query_rank: int | None, weights: int, projected: int) -> None:
+    sizes = LatentAttention.model_construct(
+        query_rank=query_rank, kv_rank=11, nope_head_dim=13, rope_head_dim=2, value_head_dim=17
+    )
+    found = latent_attention(hidden=7, heads=3, sizes=sizes)
+    assert found.weights == weights
+    assert found.projected == projected
+    assert found.attended == 3 * 17
+    assert found.score_width == 13 + 2 + 17
+    assert found.kept == 3 * (13 + 2 + 17)
+    assert found.divided == (3,)
+
+
+def test_latent_attention_moves_its_latents_and_all_heads_of_keys() -> None:
+    """Every element out of a projection, narrow or wide, is read and written once more."""
+    latent = {"query_rank": 384, "kv_rank": 128, "nope_head_dim": 48, "rope_head_dim": 24}
+    model = small(latent_attention={**latent, "value_head_dim": 40})
+    workload = load(model)
+    rates, tokens = workload.device, 1024
+    projected = 16 * (2 * (48 + 24) + 40) + 384 + 128 + 24
+    weights = model.attention.weights + 2 * 4 * 1024**2
+    scores = 2 * tokens * 1024 * 16 * (48 + 24 + 40) / 2
+    traffic = (2 * 10 * 1024 + 4 * 4 * 1024 + 4 * projected) * tokens
+    seconds = 2 * tokens * weights / rates.matrix_products.reached
+    seconds += scores / rates.attention.reached + traffic / rates.memory_bandwidth.reached
+    kernels = 2 * 4 + 2 * 2 + 1
+    assert workload.layer(0).forward == pytest.approx(seconds + kernels * rates.kernels.seconds)
+
+
+STATES = StateBytes(2e9, 4e9, 3e9, 1e9, 0.0)
+
+
+def test_the_seconds_of_a_step() -> None:
+    """For 12 bytes of optimizer state, 4 + 2 + 12 + 12 are read or written."""
+    device = a100()
+    alone = 30 / 12 * 3e9 / device.memory_bandwidth.reached
+    latency = device.messages.between_nodes.latency
+    assert seconds_apart(load(small()), STATES, post_validation=True) == pytest.approx(alone)
+    for pipeline in (2, 8):
+        found = seconds_apart(load(small(), pipeline=pipeline), STATES, post_validation=False)
+        assert found == pytest.approx(alone + 4 * pipeline * latency)
+    one = seconds_apart(load(small(), pipeline=1), STATES, post_validation=False)
+    assert one == pytest.approx(alone)
+
+
+def test_the_seconds_of_gradients_and_weights_between_nodes() -> None:
+    """16 replicas on 2 nodes: 4 and 2 bytes a weight, 15 of 16 parts of them, over 8 links."""
+    workload, links = load(small(), pipeline=1, data=16), a100().collectives
+    speed = min(links.in_node.bandwidth, 8 * links.between_nodes.bandwidth)
+    travel = Travel.of(workload, STATES)
+    latency = links.between_nodes.latency
+    assert travel.reduction == pytest.approx(latency + 4e9 * 15 / 16 / speed)
+    assert travel.gathering == pytest.approx(latency + 2e9 * 15 / 16 / speed)
+    assert travel.total == travel.reduction + travel.gathering
+
+
+def test_the_seconds_between_two_iterations_without_a_timeline() -> None:
+    """8 layers: the reduction of the first begins last, the gathering of the last ends first."""
+    travel = Travel(reduction=16.0, gathering=8.0)
+    assert travel.exposed(forward=4.0, backward=8.0, layers=8) == pytest.approx(
+        max(2.0, 16.0 - 8.0 * 7 / 8) + max(1.0, 8.0 - 4.0 * 7 / 8)
+    )
+    assert travel.exposed(forward=400.0, backward=800.0, layers=8) == pytest.approx(2.0 + 1.0)
+    assert travel.exposed(forward=1.0, backward=1.0, layers=1) == pytest.approx(16.0 + 8.0)
+    workload = load(small(), pipeline=1, data=16)
+    found = Travel.of(workload, STATES)
+    apart = seconds_apart(workload, STATES, post_validation=False)
+    rank = PassSeconds(0.001, 0.002, 0.003)
+    hidden = apart + found.exposed(0.001, 0.005, 8)
+    by_hand = {True: hidden, False: apart + found.total}
+    for overlap, expected in by_hand.items():
+        chosen = load(small(), pipeline=1, data=16, overlap=overlap)
+        assert by_formula(chosen, STATES, rank) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layer"),
+    [
+        ({"kv_channels": 32}, 2 + 8),
+        ({"kv_channels": 32, "group_query_attention": True, "num_query_groups": 8}, 1.5 + 8),
+        ({"ffn_hidden_size": 3072}, 4 + 6),
+        ({"ffn_hidden_size": 3072, "swiglu": True}, 4 + 9),
+        ({"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 512}, 4 + 3),
+        (
+            {
+                "num_experts": 8,
+                "moe_router_topk": 3,
+                "moe_ffn_hidden_size": 512,
+                "moe_shared_expert_intermediate_size": 256,
+            },
+            4 + 3.5,
+        ),
+        ({"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": None}, 4 + 16),
+    ],
+    ids=str,
+)
+def test_a_layer_in_squares_of_the_hidden_size(changes: dict[str, Any], layer: float) -> None:
+    """The output layer has 32 of them, so it counts for 32 over those of a layer."""
+    assert of_arguments("auto", arguments(**changes)).output == pytest.approx(32 / layer, rel=1e-3)
+
+
+def with_links(there: float, back: float) -> Profile:
+    """A profile whose messages to the next rank and to the one before take other times."""
+    values = profile().model_dump()
+    for link in values["links"]:
+        link["seconds"] = there if link["target"] > link["source"] else back
+    return Profile.model_validate(values)
+
+
+def test_a_pass_that_waits_for_its_message_takes_the_link_in_its_direction() -> None:
+    """Four stages of four layers; the output layer counts for three, with all else in them."""
+    fit = Fit.of(with_links(0.25, 0.75))
+    found = fit.costs(looped(P), (4, 4, 4, 4), Variant(blocking=True))
+    free = fit.costs(looped(P), (4, 4, 4, 4))
+    forward = [b - a for a, b in zip(free.forward, found.forward, strict=True)]
+    backward = [b - a for a, b in zip(free.backward, found.backward, strict=True)]
+    assert forward == pytest.approx([0.25, 0.25, 0.25, 0.0])
+    assert backward == pytest.approx([0.0, 0.75, 0.75, 0.75])
+    assert found.weight == free.weight
+    assert {t for row in found.p2p for t in row} == {0.0}
+    assert (free.p2p[0][1], free.p2p[1][0]) == (0.25, 0.75)
+    assert free.forward == pytest.approx((4.0, 4.0, 4.0, 7.0))
+    assert free.backward == pytest.approx((4.8, 4.8, 4.8, 8.4))
+    assert free.weight == pytest.approx((3.2, 3.2, 3.2, 5.6))
+
+
+@pytest.mark.parametrize(
+    ("rows", "tensor", "why"),
+    [
+        (4096, 1, None),
+        (4098, 1, "its 4098 rows cannot be sharded evenly for 4 ranks"),
+        (4100, 2, "its 4100 rows cannot be sharded evenly for 8 ranks"),
+        (4104, 2, None),
+        (None, 1, "the profile lacks its number of rows: profile again"),
+    ],
+)
+def test_a_vocabulary_is_sharded_if_its_rows_can_be_divided(
+    rows: int | None, tensor: int, why: str | None
+) -> None:
+    values = profile().model_dump()
+    values["model"] |= {"vocabulary": rows, "tensor": tensor}
+    asked = ProfileRequest(Profile.model_validate(values), 8, None, False)
+    assert asked.why_not_sharded == why
+
+
+def test_the_table_of_a_profile_is_in_milliseconds_and_gib() -> None:
+    asked = ProfileRequest(profile(), 8, None, False, "off")
+    found, _ = from_profile.rows(asked, candidates_of(["1f1b"]))
+    row = found[0]
+    table = from_profile._table([row])
+    cells = {str(column.header): next(iter(column.cells)) for column in table.columns}
+    assert cells["ms"] == f"{1000 * row.timeline.makespan + 1000 * asked.profile.outside:.4g}"
+    assert cells["activations GiB"] == f"{row.activation_bytes / 2**30:.3g}"
+
+
+@pytest.mark.parametrize("rank", [1536, None])
+def test_latent_attention_is_counted_as_the_planner_counts_it(rank: int | None) -> None:
+    hidden, heads = 7168, 128
+    sizes = LatentAttention.model_construct(
+        query_rank=rank, kv_rank=512, nope_head_dim=128, rope_head_dim=64, value_head_dim=128
+    )
+    mixer = latent_attention(hidden, heads, sizes)
+    widths = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    args = SimpleNamespace(
+        multi_latent_attention=True,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        ffn_hidden_size=hidden,
+        q_lora_rank=rank,
+        **widths,
+    )
+    linear = mixer.weights + 2 * hidden * hidden
+    assert attention_of(args) == AttentionWork.counted(heads * mixer.score_width // 2, linear)
+    del args.kv_lora_rank
+    assert attention_of(args) == NO_ATTENTION
