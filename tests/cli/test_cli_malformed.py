@@ -797,7 +797,10 @@ SAMPLE = [
         "show --csv sparse.yaml",
         "trace none.yaml",
     )
-] + [["megatron_zb.launch", "nowhere.py"], ["megatron_zb.train.quickstart", "--data-path", "nowhere"]]
+] + [
+    ["megatron_zb.launch", "nowhere.py"],
+    ["megatron_zb.train.quickstart", "--data-path", "nowhere"],
+]
 
 
 # Runs a command and prints its seconds and kilobytes: those of a child include its parent's pages.
