@@ -26,9 +26,9 @@ ARGUMENTS = (
 )
 ELSEWHERE = {
     r"torchrun .*~/Megatron-LM/pretrain_\w+\.py --": "tests/real_megatron_lm/test_how_to.py",
-    r"torchrun .*megatron_zb\.pretrain_gpt --cpu --num-layers 8 --hidden-size 128 "
+    r"torchrun .*megatron_zb\.train --cpu --num-layers 8 --hidden-size 128 "
     r"--num-attention-heads 4 .*--mock-data": "tests/docs/test_readme.py",
-    r"torchrun .*(?:distill_gpt|--save runs/teacher)": "tests/distill/test_distill_gpt.py",
+    r"torchrun .*(?:megatron_zb\.distill |--save runs/teacher)": "tests/distill/test_distill_gpt.py",
     r"python -m megatron_zb.distill\.choice": "tests/distill/test_block_library.py",
     r".*(?:\$MODEL|runs/)": "tests/docs/test_case_study.py",
     r"torchrun .* examples/": "tests/docs/test_examples.py",
