@@ -298,6 +298,7 @@ plan --config gpt_1_5b --gpus -8 | give, for example, --gpus 64
 plan --config gpt_1_5b --gpus 8.0 | --gpus: '8.0' is not a whole number, such as 8
 plan --config gpt_1_5b --gpus eight | --gpus: 'eight' is not a whole number, such as 8
 plan --config gpt_1_5b --gpus 9999999999 | is not between 1 and 65536
+plan --config gpt_1_5b --gpus 8 --top 10000001 | --top 10000001 is not between 1 and 10000000
 plan --config gpt_1_5c --gpus 8 | give a file, or one of
 plan --config none.yaml --gpus 8 | none.yaml cannot be read: No such file or directory
 plan --config folder.yaml --gpus 8 | folder.yaml cannot be read: Is a directory
