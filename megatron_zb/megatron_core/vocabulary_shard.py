@@ -266,7 +266,8 @@ class _OutputLayer(NamedTuple):
         tied = bool(model.share_embeddings_and_output_weights)
         depths = 1 + (getattr(config, "mtp_num_layers", None) or 0)
         logit_dtype = getattr(model.output_layer, "output_dtype", None)
-        return cls(*weight.shape, weight.dtype, logit_dtype, tied, depths, refused)
+        rows, width = weight.shape
+        return cls(rows, width, weight.dtype, logit_dtype, tied, depths, refused)
 
     def check(self, p: int) -> None:
         if self.refused:
