@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -175,6 +175,18 @@ def product_of_another_dtype() -> Callable[..., Any]:
 
     product: Callable[..., Any] = layers._linear_forward
     return product
+
+
+def enabled_span_groups(groups: Iterable[str]) -> frozenset[str]:
+    """Return which of Megatron-LM's groups of spans this job traces; new after 0.19.
+
+    Its package nemo-lens, which Megatron-LM also needs for that, is asked.
+    """
+    try:
+        is_enabled = import_module("nemo.lens.state").is_span_group_enabled
+    except (ImportError, AttributeError):
+        return frozenset()
+    return frozenset(group for group in groups if is_enabled(group))
 
 
 # Hyper-connections by both names that Megatron has for them: the switch, and the number of streams.
