@@ -91,9 +91,8 @@ class PipelineAdapter:
     def create(
         cls,
         settings: ScheduleSettings,
-        sizes: JobSizes | None = None,
+        sizes: JobSizes,
         build: Build = catalog.build,
-        **older: Any,
     ) -> PipelineAdapter:
         """Build the schedule and place the layers.
 
@@ -105,17 +104,10 @@ class PipelineAdapter:
             sizes: model and batch, such as
                 ``JobSizes(pipeline_size=4, num_microbatches=8, layers=Layers(32))``.
             build: the function that builds schedules, for example on one rank for all.
-            older: keywords of earlier versions, which are refused.
 
         Raises:
             UsageError: unknown name, sizes that cannot be scheduled, layers that cannot be placed.
         """
-        if older or sizes is None or not isinstance(settings, ScheduleSettings):
-            raise UsageError(
-                "PipelineAdapter.create takes settings and sizes: write "
-                "create(ScheduleSettings(pipeline_schedule='v-half'), JobSizes(pipeline_size=4, "
-                "num_microbatches=8, layers=Layers(32)))"
-            )
         if settings.pipeline_vocabulary == "auto":
             return cls._whole_or_sharded(settings, sizes, build)
         current = CurrentSchedule.named(settings, sizes, build)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_zb.megatron_core.placement import PhysicalPlacement
+from megatron_zb.megatron_core.versions import message_width
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Allocate, Handler, PairHandler, Transport
@@ -42,7 +43,7 @@ def activation_shape(sequence: int, batch: int, config: Any, groups: Any) -> Sha
     sequence //= groups.cp.size()
     if config.sequence_parallel:
         sequence //= groups.tp.size()
-    return sequence, batch, config.hidden_size
+    return sequence, batch, message_width(config)
 
 
 @dataclass

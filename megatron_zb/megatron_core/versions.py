@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -164,6 +164,47 @@ def set_streams(config: Any) -> None:
     options = {"high_priority": getattr(config, "high_priority_a2a_comm_stream", False)}
     known = signature(set_streams).parameters
     set_streams(**{name: value for name, value in options.items() if name in known})
+
+
+def product_of_another_dtype() -> Callable[..., Any]:
+    """Return the product of a linear layer whose output has a type of its own, new after 0.19.
+
+    It takes the input, the weight, the bias or None, and the type.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    product: Callable[..., Any] = layers._linear_forward
+    return product
+
+
+def enabled_span_groups(groups: Iterable[str]) -> frozenset[str]:
+    """Return which of Megatron-LM's groups of spans this job traces; new after 0.19.
+
+    Its package nemo-lens, which Megatron-LM also needs for that, is asked.
+    """
+    try:
+        is_enabled = import_module("nemo.lens.state").is_span_group_enabled
+    except (ImportError, AttributeError):
+        return frozenset()
+    return frozenset(group for group in groups if is_enabled(group))
+
+
+# Hyper-connections by both names that Megatron has for them: the switch, and the number of streams.
+_RESIDUAL_STREAMS = {
+    "enable_mhc_connections": "mhc_num_residual_streams",
+    "enable_hyper_connections": "num_residual_streams",
+}
+
+
+def message_width(config: Any) -> int:
+    """Return the width of the hidden states between two stages of a model with this config.
+
+    With hyper-connections a layer has several residual streams, and stages exchange all of them
+    side by side; their contraction is on the last stage.
+    """
+    streams = [of for switch, of in _RESIDUAL_STREAMS.items() if getattr(config, switch, False)]
+    width: int = config.hidden_size
+    return width * getattr(config, streams[0]) if streams else width
 
 
 # In this series, --sft gives the ends of samples to the first and the last stage alone.
