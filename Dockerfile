@@ -13,9 +13,6 @@ RUN pip install --no-cache-dir einops pybind11 regex six tensorboard transformer
 WORKDIR /opt/megatron-zb
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY megatron_zb megatron_zb
-COPY megatron_zb.plan megatron_zb.plan
-COPY megatron_zb.train megatron_zb.train
-COPY megatron_zb.distill megatron_zb.distill
 COPY configs configs
 COPY scripts scripts
 COPY patches patches

@@ -133,12 +133,24 @@ def _models() -> dict[str, ModelConfig]:
     return found
 
 
+def model_of(recipe: dict[str, str]) -> ModelConfig | None:
+    """Return the model of a recipe, if its sizes are known."""
+    return next((m for name, m in _models().items() if recipe["recipe"].startswith(name)), None)
+
+
 def share_kept(recipe: dict[str, str]) -> float | None:
-    """Return what a recipe's recomputation leaves of a stage's activations; None if unknown."""
-    model = next((m for name, m in _models().items() if recipe["recipe"].startswith(name)), None)
+    """Return what a recipe's recomputation leaves of a stage's activations; None if unknown.
+
+    Layers of a hybrid model differ, so that it is not the same on all stages.
+    """
+    model = model_of(recipe)
     modules = ast.literal_eval(recipe["recompute_modules"] or "[]")
     kind = "+".join(modules) or recipe["recompute_granularity"]
-    if model is None or any(module not in operators.MODULES for module in modules):
+    if (
+        model is None
+        or model.pattern is not None
+        or any(module not in operators.MODULES for module in modules)
+    ):
         return None
     held, left = (
         sum(layer_held(_load(model, recipe, how), i).activation for i in range(model.layers))

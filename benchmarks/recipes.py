@@ -10,8 +10,10 @@ fine-tuning and LoRA among them, whose adapters and packing are no flags. Each i
 arguments of Megatron-LM and checked as by ``megatron-zb check``, at no size but its parallel
 sizes: the schedule places the layers, so that a recipe's own chunks and layout are left out. The
 vision-language ones are of classes that tests/trainers/test_vision.py trains; nothing is trained
-here. The last line is JSON: how many run with --schedule, of all and of those for speed, and how
-many recipes each setting is in the way of.
+here. Beside each schedule is the number that also run with a vocabulary-parallel output layer, and
+how many of these, and of all, have a hybrid pattern. The last line is JSON: how many run with
+--schedule, of all, of those for speed and of hybrid ones, and how many recipes each setting is in
+the way of.
 """
 
 from __future__ import annotations
@@ -84,8 +86,12 @@ MODELS = {
     "qwen35_vl": "--experimental-attention-variant gated_delta_net",
     "kimi_k25": "--multi-latent-attention --moe-router-enable-expert-bias",
     "glm5": "--multi-latent-attention --experimental-attention-variant dsa",
-    "nemotron_3": "--hybrid-layer-pattern M*ME",
+    "nemotron_3_super": "--hybrid-layer-pattern MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
+    "EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME/*E/*E",
+    "nemotron_3_ultra": "--hybrid-layer-pattern MEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*"
+    "EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME/*E/*E",
 }
+SHARDED = ("--pipeline-vocabulary", "on")
 # Depths of multi-token prediction that a base recipe sets, where no column says them.
 PREDICTED = {
     "deepseek_v3": 1,
@@ -125,17 +131,32 @@ def words_of(recipe: Recipe) -> list[str]:
     for model, depths in PREDICTED.items():
         if recipe["recipe"].startswith(model) and not recipe["mtp_num_layers"]:
             words += ["--mtp-num-layers", str(depths)]
-    return [*words, "--num-layers", "64"]
+    return words if is_hybrid(recipe) else [*words, "--num-layers", "64"]
 
 
-def in_the_way(recipe: Recipe, schedule: str) -> dict[str, str]:
-    """Return the settings of a recipe that do not go with a schedule, with the reasons."""
+def is_hybrid(recipe: Recipe) -> bool:
+    """Return whether a recipe trains a HybridModel, whose layers a pattern writes."""
+    return any(
+        recipe["recipe"].startswith(model)
+        for model, more in MODELS.items()
+        if more.startswith("--hybrid-layer-pattern")
+    )
+
+
+def in_the_way(recipe: Recipe, schedule: str, *more: str) -> dict[str, str]:
+    """Return the settings of a recipe that do not go with a schedule, with the reasons.
+
+    Args:
+        recipe: the recipe.
+        schedule: name of the schedule.
+        more: further arguments.
+    """
     found = {
         name: why
         for name, why in NOT_A_FLAG.items()
         if recipe["recipe"].startswith(name) and not (name == "step3" and _has_one_chunk(schedule))
     }
-    return found | {_name(c.flag): c.finding.why for c in _stopping(recipe, schedule)}
+    return found | {_name(c.flag): c.finding.why for c in _stopping(recipe, schedule, *more)}
 
 
 def _name(flag: str) -> str:
@@ -153,14 +174,14 @@ def _has_one_chunk(schedule: str) -> bool:
     return any(placement.chunks == 1 for placement in placements)
 
 
-def _stopping(recipe: Recipe, schedule: str) -> list[checking.Checked]:
-    report = _report(recipe, schedule)
+def _stopping(recipe: Recipe, schedule: str, *more: str) -> list[checking.Checked]:
+    report = _report(recipe, schedule, *more)
     return report.of(Verdict.REFUSED) + report.of(Verdict.UNKNOWN)
 
 
-def _report(recipe: Recipe, schedule: str) -> checking.CheckReport:
+def _report(recipe: Recipe, schedule: str, *more: str) -> checking.CheckReport:
     gpus = re.search(r"_(\d+)gpu_", recipe["recipe"])
-    words = [*words_of(recipe), "--pipeline-schedule", schedule]
+    words = [*words_of(recipe), "--pipeline-schedule", schedule, *more]
     with contextlib.redirect_stdout(io.StringIO()):
         args = checking.parse(words, VERSION, int(gpus[1]) if gpus else None)
         return checking.check(args, VERSION, build=None)
@@ -175,13 +196,15 @@ def read(*paths: Path) -> list[Recipe]:
     return found
 
 
-def counted(recipes: list[Recipe], schedule: str) -> tuple[int, Counter[str], dict[str, str]]:
+def counted(
+    recipes: list[Recipe], schedule: str, *more: str
+) -> tuple[int, Counter[str], dict[str, str]]:
     """Return how many recipes run, how many each setting is in the way of, and the reasons."""
     stopped: Counter[str] = Counter()
     reasons: dict[str, str] = {}
     runs = 0
     for recipe in recipes:
-        found = in_the_way(recipe, schedule)
+        found = in_the_way(recipe, schedule, *more)
         runs += not found
         stopped.update(found.keys())
         reasons |= found
@@ -193,9 +216,14 @@ def main() -> None:
     parser.add_argument("--schedule", default="v-half", help="of the last line (default: v-half)")
     arguments = parser.parse_args()
     recipes, console = read(), Console()
-    table = Table("schedule", "recipes that run", f"of {len(recipes)}", box=None)
+    hybrids = [recipe for recipe in recipes if is_hybrid(recipe)]
+    of_all, of_hybrids = f"of {len(recipes)}", f"of {len(hybrids)} hybrid"
+    table = Table(
+        "schedule", of_all, of_hybrids, f"sharded {of_all}", f"sharded {of_hybrids}", box=None
+    )
     for name in schedules.names():
-        table.add_row(name, str(counted(recipes, name)[0]))
+        ways = ((recipes, ()), (hybrids, ()), (recipes, SHARDED), (hybrids, SHARDED))
+        table.add_row(name, *(str(counted(each, name, *more)[0]) for each, more in ways))
     console.print(table)
     runs, stopped, reasons = counted(recipes, arguments.schedule)
     table = Table("in the way", "recipes", "why", title=f"with {arguments.schedule}", box=None)
@@ -215,6 +243,8 @@ def main() -> None:
     for_speed = read(RECIPES[0])
     found = {"runs": runs, "of": len(recipes), "in_the_way": dict(stopped)}
     found["for_speed"] = [counted(for_speed, arguments.schedule)[0], len(for_speed)]
+    found["hybrid"] = [counted(hybrids, arguments.schedule)[0], len(hybrids)]
+    found["hybrid_sharded"] = [counted(hybrids, arguments.schedule, *SHARDED)[0], len(hybrids)]
     print(json.dumps(found))
 
 

@@ -172,7 +172,7 @@ def trained(job: Job, contender: Contender) -> Trained:
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    adapter = _adapter(job, contender)
+    adapter = adapter_of(job, contender)
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=job.ranks,
         virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
@@ -180,13 +180,13 @@ def trained(job: Job, contender: Contender) -> Trained:
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(1)
-    chunks = _model(job, adapter)
-    optimizer = _optimizer(job, chunks)
+    chunks = model_of(job, adapter)
+    optimizer = optimizer_of(job, chunks)
     memory = LogitsMemory(job, chunks)
     if adapter is not None:
         adapter.track(memory)
     function = adapter.forward_backward_func if adapter else get_forward_backward_func()
-    data = [list(_batches(job, step)) for step in range(job.steps)]
+    data = [list(batches(job, step)) for step in range(job.steps)]
     losses: list[float] = []
     clock = _Clock(function)
     with memory.watching():
@@ -194,7 +194,7 @@ def trained(job: Job, contender: Contender) -> Trained:
             if step == job.warm_up:
                 dist.barrier()
                 clock = _Clock(function)
-            losses += _step(job, clock, chunks, optimizer, data[step])
+            losses += run_step(job, clock, chunks, optimizer, data[step])
     found = Trained(
         losses, clock.seconds, clock.within, _state_bytes(chunks, optimizer), memory.peak_bytes
     )
@@ -222,7 +222,7 @@ class _Clock:
         return time.process_time() - self._begin
 
 
-def _adapter(job: Job, contender: Contender) -> Any:
+def adapter_of(job: Job, contender: Contender) -> Any:
     from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter, ScheduleSettings
     from megatron_zb.schedules.layout import Layers
 
@@ -242,7 +242,7 @@ def _adapter(job: Job, contender: Contender) -> Any:
     )
 
 
-def _model(job: Job, adapter: Any) -> list[Any]:
+def model_of(job: Job, adapter: Any) -> list[Any]:
     import gpt_layers
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
@@ -285,7 +285,7 @@ def _model(job: Job, adapter: Any) -> list[Any]:
     return [gpt_layers.with_main_grads(chunk) for chunk in chunks]
 
 
-def _optimizer(job: Job, chunks: list[Any]) -> Any:
+def optimizer_of(job: Job, chunks: list[Any]) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(
@@ -294,7 +294,7 @@ def _optimizer(job: Job, chunks: list[Any]) -> Any:
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
 
 
-def _step(
+def run_step(
     job: Job, function: Any, chunks: list[Any], optimizer: Any, batches: list[Batch]
 ) -> list[float]:
     """Return the mean loss of a step, on the rank that has it."""
@@ -315,7 +315,7 @@ def _step(
     return [mean(float(record["loss"]) for record in records)] if records else []
 
 
-def _batches(job: Job, step: int) -> Iterator[Batch]:
+def batches(job: Job, step: int) -> Iterator[Batch]:
     """Yield tokens and labels: what may follow a token are a few others, always the same."""
     words, length = job.sizes.vocabulary, job.sizes.seq_length
     uniform = torch.rand(words, SUCCESSORS, generator=torch.Generator().manual_seed(0))

@@ -25,17 +25,15 @@ COLUMNS = ("name", "flags", "values", "default", "versions")
 
 
 def merged(parsers: list[OwnParser]) -> list[list[str]]:
-    """Return one row for each argument, with its versions; the newest default counts.
+    """Return one row for each argument, with its versions.
 
-    An argument whose flags or kind of values have changed has a row for each.
+    An argument whose flags, kind of values or default have changed has a row for each.
     """
     found: dict[tuple[str, ...], list[str]] = {}
-    defaults: dict[tuple[str, ...], str] = {}
     for parser in sorted(parsers, key=lambda parser: _number(parser.version)):
-        for name, flags, values, default in parser.rows:
-            found.setdefault((name, flags, values), []).append(parser.version)
-            defaults[name, flags, values] = default
-    return [[*key, defaults[key], " ".join(versions)] for key, versions in sorted(found.items())]
+        for row in parser.rows:
+            found.setdefault(tuple(row), []).append(parser.version)
+    return [[*row, " ".join(versions)] for row, versions in sorted(found.items())]
 
 
 def _number(version: str) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from megatron_zb.schedules.slices import parse_slices
 
 PAGE = Path(__file__).resolve().parent / "flags.md"
 VERSION = "0.1.0"
-SINCE: dict[str, str] = {}
+SINCE = {"pipeline_warm_up": "0.2.0"}
 """The version that brought a flag, where it is not the first one."""
 
 LAUNCH = "torchrun --nproc-per-node 4 -m megatron_zb.launch pretrain_gpt.py $MY_ARGUMENTS \\\n    "
@@ -100,6 +100,7 @@ EXAMPLES = {
     "--pipeline-offload auto --pipeline-host-limit 16GiB",
     "pipeline_profile": "--pipeline-schedule zb-h1 --pipeline-profile run.yaml",
     "pipeline_verify": "--pipeline-schedule v-half --pipeline-verify",
+    "pipeline_warm_up": "--pipeline-schedule v-half --pipeline-warm-up off",
     "pipeline_placement": "--pipeline-schedule auto --pipeline-placement zigzag "
     f"{flag_of(CHUNKS)} 2",
     "pipeline_schedule_cache": "--pipeline-schedule auto --pipeline-schedule-cache schedules",
@@ -123,6 +124,7 @@ CONDITIONS = {
     "post_validation": POST_VALIDATION,
     "file": "pipeline_schedule_file",
     "verify": "pipeline_verify",
+    "warm_up": "pipeline_warm_up",
     "slices": "pipeline_slices",
     "overlap": OVERLAP,
 }
@@ -132,6 +134,7 @@ SHOWN = {
     "recompute": "`--pipeline-recompute auto`",
     "offload": "`--pipeline-offload auto`",
     "vocabulary": "`--pipeline-vocabulary on`",
+    "warm_up": "`--pipeline-warm-up on`",
     "layer_streams": "`--pipeline-random-streams layer`",
     "graphs": "CUDA graphs",
     "any": "any schedule",

@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Write docs/recipes.md from docs/results/recipe_gains.json, of benchmarks/recipe_gains.py."""
+"""Write docs/recipes.md from docs/results/recipe_gains.json and hybrid_recipes.json.
+
+They are of benchmarks/recipe_gains.py and benchmarks/hybrid_recipes.py.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
 RESULT = ROOT / "docs" / "results" / "recipe_gains.json"
+HYBRIDS = RESULT.with_name("hybrid_recipes.json")
 WORTH_IT = 0.05
 SHOWN = 6
 GROUPS = {
@@ -61,6 +65,15 @@ BEST = """\
 *p, m, chunks* are the pipeline ranks, the microbatches of a step, and the chunks (virtual stages)
 of a rank. With one chunk, the recipe runs 1F1B. The last column has the time and the memory of
 `v-half`, relative to the recipe's own schedule. A time of 0.77 is 23 % less.
+"""
+HYBRID = """\
+Layers of a hybrid model differ, so that stages with as many letters of its pattern take unequally
+long. This table has the {count} recipes without a layout whose model is, or can be, written as such
+a pattern: Nemotron 3, and Qwen3-Next, whose recipes train a `GPTModel`. LoRA and context
+parallelism are left out. `benchmarks/hybrid_recipes.py` counts
+them as `megatron-zb plan` does, on the GPUs in their names. Each gain is relative to the recipe's
+own schedule with as many letters on each stage. *Balanced* is `v-zb` with stages of equal work.
+*Sharded* also has a vocabulary-parallel output layer.
 """
 FLAGS = """\
 In Megatron-LM, add `--pipeline-schedule auto` to the arguments. In Megatron-Bridge, give
@@ -121,6 +134,10 @@ def lines() -> Iterator[str]:
     yield "\n".join(_table(better[:SHOWN]))
     yield BEST
     yield f"[The results](results/{RESULT.name}) have all {len(rows)} recipes."
+    hybrids = json.loads(HYBRIDS.read_text(encoding="utf-8"))["rows"]
+    yield "## Recipes of hybrid models"
+    yield HYBRID.format(count=len(hybrids))
+    yield "\n".join(_hybrids(hybrids))
     yield "## Flags"
     yield FLAGS
 
@@ -170,6 +187,17 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
             f"{bubble(row):.0%}",
             f"{gain(row):+.0%}",
             f"{time:.2f}, {memory:.2f}",
+        )
+
+
+def _hybrids(rows: Sequence[Row]) -> Iterator[str]:
+    ways = ("even", "balanced", "sharded")
+    yield from _headings(("recipe", "p, m, chunks", *(f"`v-zb`, {way}" for way in ways)))
+    for row in rows:
+        yield _line(
+            re.sub(r"_config$", "", row["recipe"]),
+            f"{row['pipeline']}, {row['microbatches']}, {row['chunks']}",
+            *(f"{row['own'] / row[way] - 1:+.1%}" for way in ways),
         )
 
 

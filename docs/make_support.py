@@ -105,6 +105,7 @@ TITLES = {
     "chunks": "Several chunks per rank",
     "graphs": "CUDA graphs",
     "verify": "`--pipeline-verify`",
+    "warm_up": "`--pipeline-warm-up on`",
     "recompute": "`--pipeline-recompute auto`",
     "offload": "`--pipeline-offload auto`",
     "overlap": f"`{flag_of(refusals.OVERLAP)}`",
@@ -306,8 +307,8 @@ def refused_flags() -> Iterator[tuple[str, str, str, str]]:
         for name in row.when:
             for with_ in row.with_:
                 conditions = only + (f" with {others}" if others and with_ != "verify" else "")
-                if with_ == "graphs" and name == "pipeline_verify":
-                    yield "CUDA graphs", "verify", "", row.why
+                if with_ == "graphs" and name in ("pipeline_verify", "pipeline_warm_up"):
+                    yield "CUDA graphs", name.removeprefix("pipeline_"), "", row.why
                 elif with_ in TITLES:
                     yield _name(row, name, with_), with_, conditions, row.why
 
@@ -319,7 +320,7 @@ def _name(row: Refused, name: str, with_: str) -> str:
     value = row.when[name].get("is")
     if name == "graphs":
         return f"`--cuda-graph-impl {value}`"
-    shown = value is not None and with_ in ("verify", "recompute", "offload")
+    shown = value is not None and with_ in ("verify", "warm_up", "recompute", "offload")
     return f"`{refusals.said_flag(name)}{f' {value}' if shown else ''}`"
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zb import moved
-
 __version__ = "0.1.0"
-
-moved.install()
 
 
 def install(*, cpu: bool = False) -> None:

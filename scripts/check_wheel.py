@@ -12,11 +12,21 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = {
-    "megatron_zb",
-    "megatron_zb.plan",
-    "megatron_zb.train",
-    "megatron_zb.distill",
+PACKAGE = "megatron_zb"
+SUBPACKAGES = {
+    "bridge",
+    "cli",
+    "configs",
+    "distill",
+    "drawing",
+    "job",
+    "measured",
+    "megatron_core",
+    "megatron_lm",
+    "plan",
+    "runtime",
+    "schedules",
+    "train",
 }
 _UNWANTED = {
     r"(^|/)(tests?|docs|benchmarks)/|(^|/)(test_\w+|conftest)\.py$": "a test or a page",
@@ -46,18 +56,18 @@ def main() -> int:
 
 
 def problems(wheel: zipfile.ZipFile) -> Iterator[str]:
-    """Yield what should not be in the wheel, and the packages that it lacks."""
+    """Yield what should not be in the wheel, and the subpackages that it lacks."""
     for name in wheel.namelist():
         for pattern, what in _UNWANTED.items():
             if re.search(pattern, name):
                 yield f"{what}: {name}"
         top = name.split("/")[0]
-        if top not in PACKAGES and not top.endswith(".dist-info"):
+        if top != PACKAGE and not top.endswith(".dist-info"):
             yield f"a file of no package: {name}"
         if (hit := _HOME.search(wheel.read(name))) is not None:
             yield f"an absolute path, {hit[0].decode()}: {name}"
-    tops = {name.split("/")[0] for name in wheel.namelist()}
-    yield from (f"no package {name}" for name in sorted(PACKAGES - tops))
+    there = {name.split("/")[1] for name in wheel.namelist() if name.startswith(f"{PACKAGE}/")}
+    yield from (f"no package {PACKAGE}.{name}" for name in sorted(SUBPACKAGES - there))
 
 
 if __name__ == "__main__":

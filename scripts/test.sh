@@ -219,7 +219,9 @@ if [[ $checks == yes ]]; then
     wait "$compiling"
 fi
 if [[ -n ${main+given} ]]; then
-    [[ -n ${arguments[*]-} ]] || arguments=("${EQUALITY[@]}")
+    named=
+    for word in ${arguments[@]+"${arguments[@]}"}; do [[ ! -e ${word%%::*} ]] || named=yes; done
+    [[ -n $named ]] || arguments+=("${EQUALITY[@]}")
     say "megatron.core and Megatron-LM are the checkout's:" \
         "$(git -C "$main" log -1 --format='%h of %cs' 2>/dev/null || echo 'no commit')"
 fi

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = "megatron_zb"
-PACKAGES = (CORE, "megatron_zb.plan", "megatron_zb.train", "megatron_zb.distill")
+PACKAGE = "megatron_zb"
 
-# What each subpackage of the core, and each package beside it, may import, besides itself and what
-# all may: CONTRIBUTING.md draws it.
+# What each subpackage may import, besides itself and what all may: CONTRIBUTING.md draws it.
 EVERY = {"children", "errors", "files", "parsing"}
 SUBPACKAGES: dict[str, set[str]] = {
     "schedules": set(),
@@ -33,7 +31,7 @@ SUBPACKAGES: dict[str, set[str]] = {
         "megatron_lm",
         "drawing",
     },
-    "megatron_zb.plan": {
+    "plan": {
         "schedules",
         "job",
         "measured",
@@ -42,7 +40,7 @@ SUBPACKAGES: dict[str, set[str]] = {
         "drawing",
         "cli",
     },
-    "megatron_zb.train": {
+    "train": {
         "schedules",
         "job",
         "measured",
@@ -51,7 +49,7 @@ SUBPACKAGES: dict[str, set[str]] = {
         "drawing",
         "cli",
     },
-    "megatron_zb.distill": {
+    "distill": {
         "schedules",
         "job",
         "measured",
@@ -59,19 +57,19 @@ SUBPACKAGES: dict[str, set[str]] = {
         "megatron_core",
         "drawing",
         "cli",
-        "megatron_zb.plan",
-        "megatron_zb.train",
+        "plan",
+        "train",
     },
 }
-ENTRANCES = {"__init__", "launch", "moved"}
+ENTRANCES = {"__init__", "launch"}
 # Subpackages that need no torch, and so must not reach it by any import at their top level.
-WITHOUT_TORCH = ("schedules", "measured", "drawing", "megatron_zb.plan")
+WITHOUT_TORCH = ("schedules", "measured", "drawing", "plan")
 
 
 def modules() -> dict[str, Path]:
-    """Return every module by its name, without ``megatron_zb.`` for those of the core."""
+    """Return every module by its name without ``megatron_zb.``."""
     found = {}
-    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+    for path in (ROOT / PACKAGE).rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = _short(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
         found[name] = path
@@ -79,7 +77,7 @@ def modules() -> dict[str, Path]:
 
 
 def _short(name: str) -> str:
-    return "__init__" if name == CORE else name.removeprefix(f"{CORE}.")
+    return "__init__" if name == PACKAGE else name.removeprefix(f"{PACKAGE}.")
 
 
 MODULES = modules()
@@ -96,7 +94,7 @@ def imports(name: str) -> Iterator[str]:
                 yield inner if inner in MODULES else _short(node.module)
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] in PACKAGES:
+                if alias.name.split(".")[0] == PACKAGE:
                     yield _short(alias.name)
 
 
@@ -182,12 +180,11 @@ def test_no_test_imports_another() -> None:
 
 
 def classes() -> Iterator[tuple[str, Path]]:
-    """The classes of all packages, each with its file."""
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef):
-                    yield node.name, path
+    """The classes of the package, each with its file."""
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                yield node.name, path
 
 
 def test_no_two_classes_have_one_name() -> None:
@@ -201,13 +198,12 @@ def test_no_two_classes_have_one_name() -> None:
 def test_functions_and_calls_are_short() -> None:
     """At most 100 lines of a function, and 8 arguments of a call without their names."""
     long = []
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                    if lines > 100:
-                        long.append(f"{path.name}: {node.name} has {lines} lines")
-                elif isinstance(node, ast.Call) and len(node.args) > 8:
-                    long.append(f"{path.name}:{node.lineno}: {len(node.args)} arguments")
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > 100:
+                    long.append(f"{path.name}: {node.name} has {lines} lines")
+            elif isinstance(node, ast.Call) and len(node.args) > 8:
+                long.append(f"{path.name}:{node.lineno}: {len(node.args)} arguments")
     assert long == []

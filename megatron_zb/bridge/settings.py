@@ -53,6 +53,7 @@ class Settings(ScheduleSettings):
         pipeline_random_streams: ``rank``, or ``layer`` with a ``seed``.
         seed: of the streams of the layers.
         pipeline_verify: compare the first step's gradients with those of an unsplit backward.
+        pipeline_warm_up: ``on`` or ``off``; None runs first passes on all stages at once on GPUs.
         pipeline_profile: measure the first steps and write this file for ``megatron-zb plan``.
             Steps planned later count what attention was measured to take.
         pipeline_replan_every: build the schedule anew for measured costs every so many steps.

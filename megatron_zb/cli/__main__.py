@@ -1,11 +1,11 @@
 """`python -m megatron_zb.cli` is `megatron-zb`."""
 
-import signal
+import _signal  # type: ignore[import-not-found]  # `signal` builds enumerations first, a millisecond
 import sys
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     # Ctrl-C ends the process without a traceback while a command is imported, and after its end.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 from megatron_zb.cli.main import main
 

@@ -40,7 +40,7 @@ def ended(program: str, command: Callable[[], int | None]) -> int:
     """
     streams.prepare()
     try:
-        with _interruptible():
+        with _interruptible(program):
             return _code_of(program, command)
     except BrokenPipeError:
         _write_no_more(sys.stdout)
@@ -64,9 +64,7 @@ def _code_of(program: str, command: Callable[[], int | None]) -> int:
         say(f"{program}: error: {error}")
         return WRONG
     except KeyboardInterrupt as error:
-        terminated = isinstance(error, _Terminated)
-        say(f"{program}: {'terminated' if terminated else 'interrupted'}")
-        return TERMINATED if terminated else INTERRUPTED
+        return _interrupted(program, error)
     finally:
         sys.stdout.flush()
 
@@ -80,25 +78,48 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGINT and SIGTERM, where they would end the process at once."""
+def _interruptible(program: str) -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGINT and SIGTERM, where they would end the process at once.
+
+    During an import the signal ends the process: an exception there may be lost in a callback of
+    the import system, or leave a module of C code half initialized.
+    """
     if current_thread() is not main_thread() or "TORCHELASTIC_RUN_ID" in os.environ:
         yield  # a rank, which may wait for another, is ended at once
         return
-    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _terminate}
-    replaced = [number for number in handlers if signal.getsignal(number) is signal.SIG_DFL]
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_DFL)  # a second one is not waited for
+        error = _Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+        if _is_importing(frame):
+            os._exit(_interrupted(program, error))
+        raise error
+
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    replaced = {number: handler for number, handler in found.items() if handler in usual}
     for number in replaced:
-        signal.signal(number, handlers[number])
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        for number in replaced:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
 
 
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_DFL)  # a second one is not waited for
-    raise _Terminated
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _interrupted(program: str, error: KeyboardInterrupt) -> int:
+    """Print that a command was interrupted and return its exit code."""
+    terminated = isinstance(error, _Terminated)
+    say(f"{program}: {'terminated' if terminated else 'interrupted'}")
+    return TERMINATED if terminated else INTERRUPTED
 
 
 def _describe(error: OSError) -> str:

@@ -1,26 +1,26 @@
-"""Extensions of the command line by other packages: commands, schedules, kinds of plan."""
+"""Extensions of the command line by other subpackages: commands, schedules, kinds of plan.
+
+The core imports none of them, so they are named here and imported when a command needs them.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 if TYPE_CHECKING:
     from megatron_zb.schedules import Timeline
 
-# Packages that may be installed, each with a module `cli`: a WithCommands, an Extension.
-_WITH_COMMANDS = ("megatron_zb.plan", "megatron_zb.train")
-_WITH_SCHEDULES = ("megatron_zb.distill",)
+_WITH_COMMANDS = ("megatron_zb.plan.cli", "megatron_zb.train.cli")
+_WITH_SCHEDULES = ("megatron_zb.distill.cli",)
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 class WithCommands(Protocol):
-    """A module that adds commands of its package."""
+    """A module that adds commands of its subpackage."""
 
     def add_commands(self, commands: Commands) -> None:
         """Add the commands, each with :func:`add_command`."""
@@ -81,18 +81,13 @@ class Extension(Protocol):
 
 
 def packages_with_commands() -> list[WithCommands]:
-    """Import the modules with commands of the packages that are installed."""
-    return [cast(WithCommands, module) for module in _installed(_WITH_COMMANDS)]
+    """Import the modules that add commands."""
+    return [cast(WithCommands, import_module(name)) for name in _WITH_COMMANDS]
 
 
 def extensions() -> list[Extension]:
-    """Import the extensions that are installed."""
-    return [cast(Extension, module) for module in _installed(_WITH_SCHEDULES)]
-
-
-def _installed(packages: tuple[str, ...]) -> list[ModuleType]:
-    found = [package for package in packages if find_spec(package) is not None]
-    return [import_module(f"{package}.cli") for package in found]
+    """Import the modules that add a schedule."""
+    return [cast(Extension, import_module(name)) for name in _WITH_SCHEDULES]
 
 
 def extension_of(name: str | None) -> Extension | None:

@@ -127,6 +127,14 @@ class ScheduleSettings:
         "compare the gradient of every parameter. The job trains on if all are equal; otherwise it "
         "ends and names the first parameter that differs",
     )
+    pipeline_warm_up: str | None = _setting(
+        choices=("auto", "on", "off"),
+        help="before the first step, let every stage run each kind of its passes once, all stages "
+        "at the same time, and undo what they change. Kernels then compile and tune themselves on "
+        "all stages at once, and not on one after another in the first step. Losses are equal to "
+        "the last bit. on: also on CPU ranks. off: nowhere. auto: on GPUs, unless something keeps "
+        "state that cannot be put back (default: auto)",
+    )
     pipeline_placement: str | None = _setting(
         choices=("loop", "zigzag"),
         example="auto",
@@ -303,6 +311,7 @@ _RECOMPUTE_AND_OFFLOAD = ("pipeline_recompute", "pipeline_offload", "pipeline_ho
 _RUN_NAMES = (
     "pipeline_profile",
     "pipeline_verify",
+    "pipeline_warm_up",
     "pipeline_placement",
     "pipeline_schedule_cache",
     "pipeline_replan_every",

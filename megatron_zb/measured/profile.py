@@ -236,7 +236,7 @@ class ProfiledModel(Section):
 class Profile(Section):
     """Whole file of a profile; stages in model order."""
 
-    version: Literal[1, 2, 3, 4, 5] = Field(description="of this format", examples=[5])
+    version: Literal[1] = Field(description="of this format", examples=[1])
     device: str = Field(max_length=200, description="what it ran on", examples=["NVIDIA H200"])
     schedule: str = Field(max_length=80, description="that ran", examples=["v-half"])
     pipeline_size: int = Field(ge=2, le=100_000, description="pipeline ranks", examples=[8])

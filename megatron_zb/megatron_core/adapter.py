@@ -49,6 +49,7 @@ from megatron_zb.megatron_core.transformer_engine import (
     split_transformer_engine,
 )
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
+from megatron_zb.megatron_core.warm_up import WarmUp
 from megatron_zb.parsing import Written, flag_of
 from megatron_zb.runtime.activation_memory import ActivationMemory, HostCopyEngines
 from megatron_zb.runtime.autograd_stage import WeightGradQueue
@@ -90,31 +91,23 @@ class PipelineAdapter:
     def create(
         cls,
         settings: ScheduleSettings,
-        sizes: JobSizes | None = None,
+        sizes: JobSizes,
         build: Build = catalog.build,
-        **older: Any,
     ) -> PipelineAdapter:
         """Build the schedule and place the layers.
 
         Args:
             settings: the schedule and its options, such as
                 ``ScheduleSettings(pipeline_schedule="v-half")``. Those of a run, such as
-                ``pipeline_verify``, have methods instead: ``watch``, ``verify``, ``profile``,
-                ``draw_by_layer``, ``connect_with``, ``post_validate``.
+                ``pipeline_verify``, have methods instead: ``watch``, ``verify``, ``warm_up``,
+                ``profile``, ``draw_by_layer``, ``connect_with``, ``post_validate``.
             sizes: model and batch, such as
                 ``JobSizes(pipeline_size=4, num_microbatches=8, layers=Layers(32))``.
             build: the function that builds schedules, for example on one rank for all.
-            older: keywords of earlier versions, which are refused.
 
         Raises:
             UsageError: unknown name, sizes that cannot be scheduled, layers that cannot be placed.
         """
-        if older or sizes is None or not isinstance(settings, ScheduleSettings):
-            raise UsageError(
-                "PipelineAdapter.create takes settings and sizes: write "
-                "create(ScheduleSettings(pipeline_schedule='v-half'), JobSizes(pipeline_size=4, "
-                "num_microbatches=8, layers=Layers(32)))"
-            )
         if settings.pipeline_vocabulary == "auto":
             return cls._whole_or_sharded(settings, sizes, build)
         current = CurrentSchedule.named(settings, sizes, build)
@@ -399,6 +392,16 @@ class PipelineAdapter:
         """
         self._add(Verification(self._splits))
 
+    def warm_up(self, *, always: bool = False) -> None:
+        """Let every stage run its kinds of passes before the first training step, all at once.
+
+        What the passes change is undone. To be called before the first step.
+
+        Args:
+            always: on CPU ranks as well, where there is little to compile.
+        """
+        self._add(WarmUp(self._splits, always=always))
+
     # --- start-up lines
 
     def say(self, line: str) -> None:
@@ -477,6 +480,8 @@ def build_adapter(
         adapter.connect_with(group_options)
     if args.pipeline_verify:
         adapter.verify()
+    if args.pipeline_warm_up != "off":
+        adapter.warm_up(always=args.pipeline_warm_up == "on")
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
     for name, value in vars(args).items():
         if isinstance(value, Written):

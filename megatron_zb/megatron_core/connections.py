@@ -58,7 +58,9 @@ class ChannelsPart(StepPart):
         channels.activation_memory = step.memory
         step.channels = step.transport = channels
         stages = step.physical.placement.num_stages
-        if step.shapes is not None:
+        if step.made_up is not None:
+            step.transport = step.made_up
+        elif step.shapes is not None:
             step.transport = KnownShapes(channels, step.shape_of, stages)
         elif step.config.variable_seq_lengths:
             if self._headers is None:

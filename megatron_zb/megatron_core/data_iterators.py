@@ -153,6 +153,9 @@ class Replayed:
             self._seen.append(item)
         return item
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_iterator"], name)
+
     def go_back(self) -> None:
         """Go back to the start and repeat the items read so far."""
         assert self._seen is not None, "what has been given was not kept"
@@ -169,16 +172,19 @@ class Start:
 
     def __init__(self, data_iterators: Sequence[Iterator[Any] | None]) -> None:
         self._random = RandomState()
-        self.data_iterators = [it if it is None else Replayed(it) for it in data_iterators]
+        # chunks that share an iterator take turns, again in the order in which they will read
+        replayed = {id(it): Replayed(it) for it in data_iterators if it is not None}
+        self._replayed = list(replayed.values())
+        self.data_iterators = [replayed.get(id(it)) for it in data_iterators]
         """Iterators to read from instead."""
 
     def go_back(self) -> None:
         """Draw and read again what has been drawn and read since."""
         self._random.restore()
-        for data in filter(None, self.data_iterators):
+        for data in self._replayed:
             data.go_back()
 
     def forget(self) -> None:
         """Stop recording, as no return to the start follows."""
-        for data in filter(None, self.data_iterators):
+        for data in self._replayed:
             data.go_on()

@@ -52,7 +52,7 @@ class DataParallelPart(StepPart):
             self._sync = None if step.forward_only else self._start(step)
             with nullcontext() if self._sync is None else self._sync.listening():
                 yield
-        if step.is_rehearsal and not config.grad_sync_func:
+        if step.is_rehearsal and not (step.is_warm_up or config.grad_sync_func):
             _start_reductions(chunks)
 
     def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
@@ -74,7 +74,11 @@ class DataParallelPart(StepPart):
             step.config,
             step.model,
             order,
-            passes=[usual[stage] + more.get(chunk, 0) for chunk, stage in enumerate(held)],
+            # after no pass of a warm-up the gradients are complete, so none is counted as the last
+            passes=[
+                usual[stage] + more.get(chunk, 0) + step.is_warm_up
+                for chunk, stage in enumerate(held)
+            ],
             buckets=[None] * len(held) if step.is_rehearsal else self._reductions(step.model),
         )
 

@@ -137,7 +137,7 @@ class ForwardBackward:
             if not any(part.run_passes(passes, step) for part in self._parts):
                 self._run_passes(passes, step)
         finalize = step.config.finalize_model_grads_func
-        if finalize is not None and not step.forward_only:
+        if finalize is not None and not (step.forward_only or step.is_warm_up):
             finalize(
                 step.model,
                 step.total_num_tokens if step.config.calculate_per_token_loss else None,

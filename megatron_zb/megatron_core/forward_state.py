@@ -171,10 +171,12 @@ class StatePart(StepPart):
     def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
         has_forwards = hasattr(stage, "state") and not step.forward_only
         if has_forwards and (stage.recomputed or _refusal(step)):
-            if number not in self.states:
+            # what is undone is no update, and is learned from once more in the step
+            states = {} if step.is_rehearsal else self.states
+            if number not in states:
                 chunk = step.model[stage.chunk]
-                self.states[number] = ForwardState(chunk, step.forward_step_func)
-            stage.state = self.states[number]
+                states[number] = ForwardState(chunk, step.forward_step_func)
+            stage.state = states[number]
 
     def after_step(self, step: Step) -> None:
         if step.forward_only:

@@ -17,8 +17,10 @@ from megatron_zb.megatron_core.profiled_steps import ProfilePart
 from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart
+from megatron_zb.megatron_core.telemetry import SpansPart
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
 from megatron_zb.megatron_core.vocabulary import VocabularyPart
+from megatron_zb.megatron_core.warm_up import WarmUp
 
 _Part = TypeVar("_Part", bound=StepPart)
 
@@ -28,6 +30,7 @@ _ORDER: tuple[type[StepPart], ...] = (
     PlannedLengths,
     ExpertMetricsPart,
     UnsplitLayers,
+    WarmUp,  # runs passes before the first step, outside of the contexts of the parts below
     Verification,  # rehearses the first step, outside of the contexts of the parts below
     ProfilePart,  # switches the schedule: no part above may ask for the program before a step
     StreamsPart,
@@ -38,6 +41,7 @@ _ORDER: tuple[type[StepPart], ...] = (
     SlicesPart,  # cuts what the readings give
     ChannelsPart,  # passes on the counter of activations, which a profile may have replaced
     WatchPart,
+    SpansPart,
     DataParallelPart,
     OverlapPart,
     OffloadPart,
@@ -50,10 +54,21 @@ class PartList:
 
     def __init__(self, physical: PhysicalPlacement, current: CurrentSchedule) -> None:
         self._found: dict[type[StepPart], StepPart] = {}
-        for kind in (ExpertMetricsPart, GraphsPart, PagedStashPart, ReadingsPart, OverlapPart):
+        without_options = (
+            ExpertMetricsPart,
+            GraphsPart,
+            PagedStashPart,
+            ReadingsPart,
+            ChannelsPart,
+            WatchPart,
+            SpansPart,
+            DataParallelPart,
+            OverlapPart,
+            OffloadPart,
+            StatePart,
+        )
+        for kind in without_options:
             self.add(kind())
-        for part in (ChannelsPart(), WatchPart(), OffloadPart(), StatePart(), DataParallelPart()):
-            self.add(part)
         shares_output = current.costs.vocabulary is not None
         if shares_output:
             vocabulary = VocabularyPart(physical)

@@ -267,7 +267,7 @@ class Profiling:
         times = [of_stage for one in everyone for of_stage in one.times]
         unsplit = self._current.unsplit_shares or [0.0] * len(stages)
         profile = Profile(
-            version=5,
+            version=1,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             schedule=self.usual.name,
             pipeline_size=self.usual.placement.pipeline_size,

@@ -145,6 +145,7 @@ CONDITIONS: dict[str, Callable[[Asked], str | None]] = {
     "offload": _state("pipeline_offload", lambda table: bool(table.offloaded), "D and H"),
     "overlap": _flag(OVERLAP),
     "vocabulary": _flag("pipeline_vocabulary", "on"),
+    "warm_up": _flag("pipeline_warm_up", "on"),
     "layer_streams": _layer_streams,
     "post_validation": _flag("enable_optimizer_post_validation"),
     "file": lambda asked: (
@@ -301,6 +302,20 @@ def why_whole(args: argparse.Namespace) -> str | None:
     """Return why no output layer can be vocabulary parallel for such arguments, if so."""
     asked = Asked(args=args, choice="", facts={"pipeline_vocabulary": "on"})  # type: ignore[dict-item]
     found = next(refusals(asked, only=("vocabulary",)), None)
+    return None if found is None else f"{found.flag}: {found.why}"
+
+
+def why_cold(config: Any, facts: Mapping[str, bool]) -> str | None:
+    """Return why a step cannot have a warm-up before it, if so.
+
+    Args:
+        config: of Megatron.
+        facts: what else is true of the step, such as ``is_sliced``.
+    """
+    known: Any = {**facts, "pipeline_warm_up": "on"}
+    found = next(
+        refusals(Asked(args=config, choice="", facts=known), STEP, only=("warm_up",)), None
+    )
     return None if found is None else f"{found.flag}: {found.why}"
 
 

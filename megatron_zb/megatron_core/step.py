@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_zb.megatron_core.placement import PhysicalPlacement
+from megatron_zb.megatron_core.versions import message_width
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Allocate, Handler, PairHandler, Transport
@@ -42,7 +43,7 @@ def activation_shape(sequence: int, batch: int, config: Any, groups: Any) -> Sha
     sequence //= groups.cp.size()
     if config.sequence_parallel:
         sequence //= groups.tp.size()
-    return sequence, batch, config.hidden_size
+    return sequence, batch, message_width(config)
 
 
 @dataclass
@@ -85,9 +86,11 @@ class Step:
     order: Sequence[int] | None = None
     """Place of each microbatch in the caller's order, where they are fed in another one."""
     is_rehearsal: bool = False
-    """Whether this run only gives the gradients to compare with: nothing is split or measured, and
-    all reductions start at its end.
+    """Whether this run precedes the step and is undone: nothing is measured. Nothing is reduced in
+    it; a run that gives gradients to compare with starts all reductions at its end.
     """
+    made_up: Transport | None = None
+    """Messages of a warm-up, in which the rank runs without the others and reduces nothing."""
     profiles_pairs: bool = False
     """Whether a profile of overlapped passes needs stages that can run them."""
     channels: Channels | None = None
@@ -104,6 +107,11 @@ class Step:
         request the program in that hook.
         """
         return self.program_for(self.num_microbatches, self.forward_only, self.captured)
+
+    @property
+    def is_warm_up(self) -> bool:
+        """Whether the rank runs without the others."""
+        return self.made_up is not None
 
     @property
     def logical(self) -> int:

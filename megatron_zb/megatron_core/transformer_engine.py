@@ -80,11 +80,14 @@ def _can_split(module: Any) -> bool:
     """Return whether the module's W would do all that its B leaves out; else B stays whole.
 
     It would not where parameters are parts of what TE computes with: a weight that was split into
-    several parameters, experts in one parameter, a weight that is sharded over other ranks.
+    several parameters, experts in one parameter, a weight that is sharded over other ranks. With
+    ``use_grouped_tensor`` it has not been shown: that path hands other operands to the store, and
+    its kernels need a GPU.
     """
-    if len(getattr(module, "weight_names", [])) > 1 or getattr(
-        module, "single_grouped_weight", False
-    ):
+    grouped = ("single_grouped_weight", "use_grouped_tensor")
+    if any(getattr(module, name, False) for name in grouped):
+        return False
+    if len(getattr(module, "weight_names", [])) > 1:
         return False
     weights = [weight for results in _results(module) for weight in results.weights]
     return not any(getattr(weight, "is_distributed_weight", False) for weight in weights)

@@ -9,21 +9,22 @@ by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import VERIFY_FLAG
-from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.data_iterators import Start
-from megatron_zb.megatron_core.forward_state import ForwardState
 from megatron_zb.megatron_core.model_ends import gradient_of
-from megatron_zb.megatron_core.random_streams import global_parameters
+from megatron_zb.megatron_core.rehearsal import (
+    Gradients,
+    gradients,
+    trained_parameters,
+    undone,
+)
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.step import Step, StepPart, device, say_on_first_rank
 from megatron_zb.runtime.observer import NOTHING
@@ -58,7 +59,7 @@ class Verification(StepPart):
     def __init__(self, splits: list[SplitBackward]) -> None:
         self._splits = splits
         self._is_due = True
-        self._expected: list[dict[str, torch.Tensor | None]] = []
+        self._expected: list[Gradients] = []
 
     def around(self, step: Step) -> AbstractContextManager[None]:
         """Rehearse the first step with nothing split, before the contexts of other parts."""
@@ -77,29 +78,15 @@ class Verification(StepPart):
 
     def _rehearse(self, step: Step) -> None:
         """Run the step that is compared with, and undo everything that it has changed."""
-        start = Start(step.data_iterators)
-        usual, step.data_iterators = step.data_iterators, start.data_iterators
-        before = [_gradients(chunk) for chunk in step.model]
         for split in self._splits:
             split.is_off = True
         try:
-            with ExitStack() as contexts:
-                contexts.enter_context(versions.losses_logged_apart())
-                for chunk in step.model:
-                    contexts.enter_context(ForwardState(chunk, step.forward_step_func).undone())
+            with undone(step):
                 step.run(step)
-        except BaseException:
-            step.data_iterators = usual
-            raise
+                self._expected = [gradients(chunk) for chunk in step.model]
         finally:
             for split in self._splits:
                 split.is_off = False
-        self._expected = [_gradients(chunk) for chunk in step.model]
-        start.go_back()
-        step.forward_data_store.clear()
-        step.total_num_tokens.zero_()
-        for chunk, gradients in zip(step.model, before, strict=True):
-            _set_gradients(chunk, gradients)
 
     def _compare(self, step: Step) -> str:
         """Return the line to print about the step that has run since; collective over the job.
@@ -151,42 +138,10 @@ def _sentence(schedule: str, rank: int, worst: GradientDifference) -> str:
     )
 
 
-def _parameters(chunk: Any) -> Iterator[tuple[str, Any]]:
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    for name, parameter in global_parameters(chunk).items():
-        if parameter.requires_grad:
-            yield name, parameter
-
-
-def _gradients(chunk: Any) -> dict[str, torch.Tensor | None]:
-    """Return copies of the gradients of a chunk's parameters on the host, None for zeros."""
-    found: dict[str, torch.Tensor | None] = {}
-    for name, parameter in _parameters(chunk):
-        gradient = gradient_of(parameter)
-        there = gradient is not None and bool(gradient.any())
-        found[name] = gradient.to("cpu", copy=True) if gradient is not None and there else None
-    return found
-
-
-def _set_gradients(chunk: Any, gradients: dict[str, torch.Tensor | None]) -> None:
-    """Set gradients as they were, and let data parallelism count them anew."""
-    if isinstance(chunk, DistributedDataParallel):
-        chunk.zero_grad_buffer()
-    for name, parameter in _parameters(chunk):
-        before = gradients[name]
-        if not hasattr(parameter, "main_grad"):
-            parameter.grad = None if before is None else before.to(parameter.device)
-        elif before is not None:
-            parameter.main_grad.copy_(before)
-
-
-def _differences(
-    expected: dict[str, torch.Tensor | None], chunk: Any
-) -> tuple[list[GradientDifference], float]:
+def _differences(expected: Gradients, chunk: Any) -> tuple[list[GradientDifference], float]:
     """Return the gradients that differ by more than is allowed, and the largest difference."""
     found, largest = [], 0.0
-    for name, parameter in _parameters(chunk):
+    for name, parameter in trained_parameters(chunk):
         mine, theirs = gradient_of(parameter), expected[name]
         if mine is None and theirs is None:
             continue

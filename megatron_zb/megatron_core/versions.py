@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -166,6 +166,47 @@ def set_streams(config: Any) -> None:
     set_streams(**{name: value for name, value in options.items() if name in known})
 
 
+def product_of_another_dtype() -> Callable[..., Any]:
+    """Return the product of a linear layer whose output has a type of its own, new after 0.19.
+
+    It takes the input, the weight, the bias or None, and the type.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    product: Callable[..., Any] = layers._linear_forward
+    return product
+
+
+def enabled_span_groups(groups: Iterable[str]) -> frozenset[str]:
+    """Return which of Megatron-LM's groups of spans this job traces; new after 0.19.
+
+    Its package nemo-lens, which Megatron-LM also needs for that, is asked.
+    """
+    try:
+        is_enabled = import_module("nemo.lens.state").is_span_group_enabled
+    except (ImportError, AttributeError):
+        return frozenset()
+    return frozenset(group for group in groups if is_enabled(group))
+
+
+# Hyper-connections by both names that Megatron has for them: the switch, and the number of streams.
+_RESIDUAL_STREAMS = {
+    "enable_mhc_connections": "mhc_num_residual_streams",
+    "enable_hyper_connections": "num_residual_streams",
+}
+
+
+def message_width(config: Any) -> int:
+    """Return the width of the hidden states between two stages of a model with this config.
+
+    With hyper-connections a layer has several residual streams, and stages exchange all of them
+    side by side; their contraction is on the last stage.
+    """
+    streams = [of for switch, of in _RESIDUAL_STREAMS.items() if getattr(config, switch, False)]
+    width: int = config.hidden_size
+    return width * getattr(config, streams[0]) if streams else width
+
+
 # In this series, --sft gives the ends of samples to the first and the last stage alone.
 WITHOUT_SAMPLE_ENDS = (0, 16)
 
@@ -317,6 +358,22 @@ def losses_logged_apart() -> Iterator[None]:
     finally:
         for helper, tracker in zip(helpers, usual, strict=True):
             helper.tracker = tracker
+
+
+@contextmanager
+def no_results_validated() -> Iterator[None]:
+    """Keep what a step inside computes from Megatron's validation of results.
+
+    It counts and compares the losses of an iteration, and may rerun it.
+    """
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    usual = RerunStateMachine.validate_result
+    RerunStateMachine.validate_result = lambda self, *args, **options: None
+    try:
+        yield
+    finally:
+        RerunStateMachine.validate_result = usual
 
 
 def expert_metrics() -> dict[str, dict[str, Any]]:

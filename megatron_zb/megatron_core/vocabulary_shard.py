@@ -31,6 +31,7 @@ from megatron_zb.megatron_core.model_calls import calls_replaced
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import COMPUTED, HOOKED, has_hooks
 from megatron_zb.megatron_core.step import device
+from megatron_zb.megatron_core.versions import product_of_another_dtype
 from megatron_zb.runtime.vocabulary import Rows
 
 _OUTPUT, _EMBEDDING = "output_layer", "embedding_shard"
@@ -42,7 +43,8 @@ class VocabularyShard(torch.nn.Module):
 
     On the last stage Megatron's model calls that of the output layer in its place, and as its loss:
     it keeps the labels, and hands on what it is given. Checkpoints have the rows under the name
-    that they have in Megatron, ``stored``, ``part`` of the parts of all ranks in its order.
+    that they have in Megatron, ``stored``, ``part`` of the parts of all ranks in its order. Logits
+    have the type of the weight, or ``logit_dtype``.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class VocabularyShard(torch.nn.Module):
         group: dist.ProcessGroup,
         part: tuple[int, int],
         stored: str,
+        logit_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(weight)
+        self.weight, self.logit_dtype = torch.nn.Parameter(weight), logit_dtype
         self.start, self.group, self._part, self._stored = start, group, part, stored
         self._labels: torch.Tensor | None = None
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
@@ -70,7 +73,11 @@ class VocabularyShard(torch.nn.Module):
         """
         if rows is not None:
             return rows.embedded(self.weight, x)
-        return x @ self.weight.t() if logits else (x, None)
+        if not logits:
+            return x, None
+        if self.logit_dtype in (None, x.dtype):
+            return x @ self.weight.t()
+        return product_of_another_dtype()(x, self.weight, None, self.logit_dtype)
 
     def loss(self, labels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Stand in for ``compute_language_model_loss``: labels are (batch, sequence)."""
@@ -272,6 +279,7 @@ class _OutputLayer(NamedTuple):
     rows: int
     width: int
     dtype: torch.dtype
+    logit_dtype: torch.dtype | None
     tied: bool
     depths: int
     refused: str
@@ -288,7 +296,9 @@ class _OutputLayer(NamedTuple):
         refused = next((why for why, holds in reasons.items() if holds), changed_by_user(weight))
         tied = bool(model.share_embeddings_and_output_weights)
         depths = 1 + (getattr(config, "mtp_num_layers", None) or 0)
-        return cls(weight.size(0), weight.size(1), weight.dtype, tied, depths, refused)
+        logit_dtype = getattr(model.output_layer, "output_dtype", None)
+        rows, width = weight.shape
+        return cls(rows, width, weight.dtype, logit_dtype, tied, depths, refused)
 
     def check(self, p: int) -> None:
         if self.refused:
@@ -339,7 +349,9 @@ class _Scattering:
         dist.scatter(own, parts, src=self._source(holder), group=self._group)
         tensor_group = parallel_state.get_tensor_model_parallel_group()
         part = tensor_group.rank() * self.p + self._physical.logical(self._group.rank())
-        return kind(own, part * count, tensor_group, (part, self.p * tensor_group.size()), stored)
+        parts_in_all = (part, self.p * tensor_group.size())
+        start = part * count
+        return kind(own, start, tensor_group, parts_in_all, stored, layer.logit_dtype)
 
 
 # --- multi-token prediction

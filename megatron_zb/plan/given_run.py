@@ -9,6 +9,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of
 from megatron_zb.plan.device import DeviceConfig
 from megatron_zb.plan.model import ModelConfig
+from megatron_zb.plan.model_flags import written_pattern
 from megatron_zb.plan.stages import StageWorkload, cut_into_stages
 from megatron_zb.plan.strategy import (
     NO_PIPELINE,
@@ -177,16 +178,23 @@ def _chunks(args: argparse.Namespace, model: ModelConfig) -> int | None:
                 f"{model.layers} layers of {p} pipeline ranks"
             )
         return int(model.layers // (p * per_stage))
-    written = args.pipeline_model_parallel_layout
+    written, flag = args.pipeline_model_parallel_layout, "--pipeline-model-parallel-layout"
+    if (segments := _segments(args)) is not None:
+        written, flag = "|".join(segments), "--hybrid-layer-pattern"
     if written is None:
         return None
-    stages = len(layout.unrolled(written).split("|"))
+    stages = len(written.split("|") if segments else layout.unrolled(written).split("|"))
     if stages % p:
         raise UsageError(
-            f"--pipeline-model-parallel-layout has {stages} stages, no multiple of "
-            f"--pipeline-model-parallel-size {p}"
+            f"{flag} has {stages} stages, no multiple of --pipeline-model-parallel-size {p}"
         )
     return stages // p
+
+
+def _segments(args: argparse.Namespace) -> list[str] | None:
+    """Return the layers of each stage, if the pattern of a hybrid model has them."""
+    written = layout.main_pattern(written_pattern(args) or "")
+    return written.split("|") if "|" in written else None
 
 
 def _layers(
@@ -201,7 +209,15 @@ def _layers(
         first=args.decoder_first_pipeline_num_layers,
         last=args.decoder_last_pipeline_num_layers,
     )
-    written = args.pipeline_model_parallel_layout
+    written, segments = args.pipeline_model_parallel_layout, _segments(args)
+    if segments is not None:
+        if len(segments) != placement.num_stages:
+            raise UsageError(
+                f"--hybrid-layer-pattern has {len(segments)} stages, and the schedule has "
+                f"{placement.num_stages}"
+            )
+        of_layer = 1 if model.kinds else 2  # letters
+        return tuple(len(segment) // of_layer for segment in segments)
     if written is not None:
         letters = layout.read(written, asked, placement.num_stages)
         return tuple(stage.count("t") for stage in letters)

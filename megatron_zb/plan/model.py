@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from megatron_zb.measured import config
 from megatron_zb.measured.config import LARGEST_SIZE, Section, optional_size, size
 from megatron_zb.plan import mixers
 from megatron_zb.plan.mixers import (
+    GatedDelta,
     LatentAttention,
     Mamba,
     Mixer,
+    delta_mixer,
     grouped_attention,
     latent_attention,
     mamba_mixer,
 )
+from megatron_zb.schedules import layout
 
 
 class Recommended(Section):
@@ -64,6 +67,9 @@ class Rotary(Section):
     """Rotary position embeddings; without this section, positions are learned."""
 
     base: int = size("base of the frequencies", 500000)
+    fraction: float = Field(
+        1.0, gt=0, le=1, description="part of a head that has positions", examples=[0.25]
+    )
     scaling: RopeScaling | None = Field(None, description="stretched as in Llama 3.1")
     yarn: Yarn | None = Field(None, description="stretched by YaRN, with latent attention")
 
@@ -125,6 +131,12 @@ class Experts(Section):
         le=LARGEST_SIZE,
         description="inner size of the shared experts together",
         examples=[2048],
+    )
+    shared_gate: bool = Field(
+        False, description="shared experts are multiplied by a sigmoid", examples=[True]
+    )
+    latent_size: int | None = optional_size(
+        "width of tokens in the routed experts, if they are projected to it", 1024
     )
     dense_layers: int = Field(
         0, ge=0, le=LARGEST_SIZE, description="first layers with a dense MLP", examples=[3]
@@ -190,6 +202,9 @@ class ModelConfig(Section):
         "inner size of the MLP; 4 hidden if not given", 14336
     )
     qk_layernorm: bool = Field(False, description="normed queries and keys", examples=[True])
+    attention_output_gate: bool = Field(
+        False, description="attention's output is multiplied by a sigmoid", examples=[True]
+    )
     gated_mlp: bool = Field(
         False, description="SwiGLU, with RMSNorm and without biases", examples=[True]
     )
@@ -208,6 +223,9 @@ class ModelConfig(Section):
         examples=["M-M*-"],
     )
     mamba: Mamba | None = Field(None, description="sizes of Mamba-2 layers, if not the defaults")
+    gated_delta: GatedDelta | None = Field(
+        None, description="sizes of gated delta layers, if not the defaults"
+    )
     vocabulary: int = size("rows of the embedding, padded", 128256)
     tokenizer: str | None = Field(
         None,
@@ -230,6 +248,7 @@ class ModelConfig(Section):
         0.1, ge=0, lt=1e6, description="weight of their loss", examples=[0.3]
     )
     encoder: Encoder | None = Field(None, description="vision encoder on the first stage")
+    _pattern: str | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _divisible(self) -> ModelConfig:
@@ -276,6 +295,14 @@ class ModelConfig(Section):
             raise ValueError("mamba is for the layers M of a hybrid_layer_pattern: leave it out")
         if mixers.MAMBA in self.kinds:
             _ = self.mamba_mixer  # refuses wrong sizes
+        if self.gated_delta is not None and mixers.DELTA not in self.kinds:
+            raise ValueError(
+                "gated_delta is for the layers G of a hybrid_layer_pattern: leave it out"
+            )
+        if self.attention_output_gate and self.latent_attention is not None:
+            raise ValueError(
+                "attention_output_gate does not go with latent_attention: leave one of them out"
+            )
         if not self.kinds:
             return self
         if (mixers.EXPERTS in self.kinds) != (self.experts is not None):
@@ -297,6 +324,35 @@ class ModelConfig(Section):
     def depths(self) -> int:
         """The number of times that the output layer runs."""
         return 1 + self.prediction_layers
+
+    @property
+    def as_transformer(self) -> ModelConfig:
+        """The transformer whose layers the pattern writes as two parts each; else the model itself.
+
+        Each of its layers is attention and an MLP, or, behind those, attention and experts. One of
+        prediction is like the last. A plan then cuts the pattern between such layers only.
+        """
+        pattern = self.hybrid_layer_pattern or ""
+        counts = mixers.layers_of_two(pattern)
+        if counts is None:
+            return self
+        dense, sparse = counts
+        experts = self.experts and self.experts.model_copy(update={"dense_layers": dense})
+        whole = self.model_copy(
+            update={"layers": dense + sparse, "hybrid_layer_pattern": None, "experts": experts}
+        )
+        whole._pattern = pattern
+        return whole
+
+    @property
+    def pattern(self) -> str | None:
+        """The pattern of a HybridModel, also that of a transformer; None for a GPTModel."""
+        return self.hybrid_layer_pattern or self._pattern
+
+    def placed_pattern(self, counts: Sequence[int]) -> str:
+        """Return the pattern with ``|`` between stages that have so many of the plan's layers."""
+        letters = 1 if self.kinds else 2
+        return layout.placed_pattern(self.pattern or "", [letters * count for count in counts])
 
     @property
     def kinds(self) -> str:
@@ -329,11 +385,18 @@ class ModelConfig(Section):
         kind = self.kinds[layer] if self.kinds else mixers.ATTENTION
         if kind == mixers.MAMBA:
             return self.mamba_mixer
+        if kind == mixers.DELTA:
+            return self.delta_mixer
         return self.attention if kind == mixers.ATTENTION else None
 
     def attends(self, layer: int) -> bool:
         """Return whether a layer has attention."""
         return not self.kinds or self.kinds[layer] == mixers.ATTENTION
+
+    @property
+    def attending(self) -> int:
+        """The number of decoder layers that have attention."""
+        return sum(map(self.attends, range(self.layers)))
 
     def experts_in(self, layer: int) -> Experts | None:
         """Return the experts of a layer, None if it has none."""
@@ -364,7 +427,8 @@ class ModelConfig(Section):
         """The attention of a layer."""
         if self.latent_attention is not None:
             return latent_attention(self.hidden_size, self.attention_heads, self.latent_attention)
-        return grouped_attention(self.hidden_size, self.attention_heads, self.groups, self.head)
+        sizes = self.hidden_size, self.attention_heads, self.groups, self.head
+        return grouped_attention(*sizes, gated=self.attention_output_gate)
 
     @property
     def divided(self) -> tuple[int, ...]:
@@ -376,12 +440,19 @@ class ModelConfig(Section):
             out += self.attention.divided
         if mixers.MAMBA in self.kinds:
             out += self.mamba_mixer.divided
+        if mixers.DELTA in self.kinds:
+            out += self.delta_mixer.divided
         return tuple(out)
 
     @property
     def mamba_mixer(self) -> Mixer:
         """The Mamba-2 of a layer M."""
         return mamba_mixer(self.hidden_size, self.mamba or Mamba.model_validate({}))
+
+    @property
+    def delta_mixer(self) -> Mixer:
+        """The gated delta of a layer G."""
+        return delta_mixer(self.hidden_size, self.gated_delta or GatedDelta.model_validate({}))
 
     @property
     def groups(self) -> int:

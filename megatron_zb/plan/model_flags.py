@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of
-from megatron_zb.plan.mixers import MAMBA, Mixer
+from megatron_zb.plan.mixers import DELTA, MAMBA, Mixer
 from megatron_zb.plan.model import Experts, ModelConfig, Rotary, Router
+from megatron_zb.schedules.layout import predicting_parts
 
 
 def model_flags(model: ModelConfig) -> list[str]:
@@ -79,7 +80,8 @@ def _of_hybrid(model: ModelConfig) -> list[str]:
     words += ["--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
     if model.rotary is None:
         words += ["--position-embedding-type", "none"]
-    return [*words, *(model.mamba_mixer.flags if MAMBA in model.kinds else ())]
+    words += model.mamba_mixer.flags if MAMBA in model.kinds else ()
+    return [*words, *(model.delta_mixer.flags if DELTA in model.kinds else ())]
 
 
 def _of_vocabulary(model: ModelConfig) -> list[str]:
@@ -88,6 +90,7 @@ def _of_vocabulary(model: ModelConfig) -> list[str]:
 
 def _of_rotary(rotary: Rotary, attention: Mixer) -> list[str]:
     words = ["--position-embedding-type", "rope", "--rotary-base", str(rotary.base)]
+    words += [] if rotary.fraction == 1 else ["--rotary-percent", _number(rotary.fraction)]
     if rotary.scaling is not None:
         words += ["--use-rope-scaling", "--rope-scaling-factor", _number(rotary.scaling.factor)]
     if rotary.yarn is not None:
@@ -111,6 +114,9 @@ def _of_experts(experts: Experts, layers: int) -> list[str]:
     ]
     if experts.shared_ffn_hidden_size:
         words += ["--moe-shared-expert-intermediate-size", str(experts.shared_ffn_hidden_size)]
+        words += ["--moe-shared-expert-gate"] if experts.shared_gate else []
+    if experts.latent_size is not None:
+        words += ["--moe-latent-size", str(experts.latent_size)]
     if experts.dense_layers:
         sparse = layers - experts.dense_layers
         words += ["--moe-layer-freq", f"([0]*{experts.dense_layers}+[1]*{sparse})"]
@@ -147,7 +153,6 @@ _NOT_COUNTED = (
     "heterogeneous_layers_config_path",
     "hybrid_override_pattern",
     "linear_attention_freq",
-    "moe_latent_size",
     "window_size",
 )
 _NEEDED = {
@@ -202,6 +207,7 @@ _FLAGS = {
     "rotary": "--position-embedding-type rope",
     "rope": "--position-embedding-type rope",
     "base": "--rotary-base",
+    "fraction": "--rotary-percent",
     "yarn": "--rope-type yarn",
     "factor": "--rotary-scaling-factor",
     "mscale": "--mscale",
@@ -213,12 +219,19 @@ _FLAGS = {
     "mamba.head_dim": "--mamba-head-dim",
     "mamba.groups": "--mamba-num-groups",
     "state_dim": "--mamba-state-dim",
+    "gated_delta": "--linear-num-key-heads",
+    "key_heads": "--linear-num-key-heads",
+    "value_heads": "--linear-num-value-heads",
+    "key_head_dim": "--linear-key-head-dim",
+    "attention_output_gate": "--attention-output-gate",
     "vocabulary": "--padded-vocab-size",
     "sequence_length": "--seq-length",
     "global_batch_size": "--global-batch-size",
     "experts": "--num-experts",
     "top_k": "--moe-router-topk",
     "shared_ffn_hidden_size": "--moe-shared-expert-intermediate-size",
+    "shared_gate": "--moe-shared-expert-gate",
+    "latent_size": "--moe-latent-size",
     "dense_layers": "--moe-layer-freq",
     "score_function": "--moe-router-score-function",
     "groups": "--moe-router-num-groups",
@@ -277,12 +290,14 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "query_groups": args.num_query_groups if args.group_query_attention else None,
         "head_dim": args.kv_channels,
         "qk_layernorm": args.qk_layernorm,
+        "attention_output_gate": args.attention_output_gate,
         "gated_mlp": args.swiglu,
         "squared_relu": args.squared_relu,
         "norm_epsilon": _either(args, "norm_epsilon", "layernorm_epsilon"),
         "rotary": _rotary(args),
         "hybrid_layer_pattern": pattern,
-        "mamba": _mamba(args) if pattern and "M" in pattern else None,
+        "mamba": _mamba(args) if pattern and MAMBA in pattern else None,
+        "gated_delta": _delta(args) if pattern and DELTA in pattern else None,
         "vocabulary": _vocabulary(args),
         "tied_embeddings": not args.untie_embeddings_and_output_weights,
         "sequence_length": args.seq_length,
@@ -291,7 +306,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "flash_attention": _is_fused(args),
         "experts": _experts(args) if args.num_experts else None,
         "latent_attention": _latent(args) if args.multi_latent_attention else None,
-        "prediction_layers": args.mtp_num_layers or 0,
+        "prediction_layers": _depths(args),
         "prediction_loss_scale": args.mtp_loss_scaling_factor,
     }
 
@@ -301,9 +316,20 @@ def _either(args: argparse.Namespace, *names: str) -> Any:
     return next(getattr(args, name) for name in names if hasattr(args, name))
 
 
-def _pattern(args: argparse.Namespace) -> str | None:
+def written_pattern(args: argparse.Namespace) -> str | None:
+    """Return the pattern of a hybrid model as the arguments write it."""
     pattern: str | None = getattr(args, "hybrid_layer_pattern", None)
+    return pattern
+
+
+def _pattern(args: argparse.Namespace) -> str | None:
+    pattern = written_pattern(args)
     return None if pattern is None else pattern.replace("|", "")
+
+
+def _depths(args: argparse.Namespace) -> int:
+    """Count the layers of multi-token prediction, which a pattern may write by itself."""
+    return len(predicting_parts(_pattern(args) or "")) or args.mtp_num_layers or 0
 
 
 def _letters(pattern: str) -> int:
@@ -333,7 +359,7 @@ def _rotary(args: argparse.Namespace) -> dict[str, Any] | None:
     kind = args.position_embedding_type
     if kind == "none" or (kind == "learned_absolute" and not args.use_rotary_position_embeddings):
         return None
-    out: dict[str, Any] = {"base": args.rotary_base}
+    out: dict[str, Any] = {"base": args.rotary_base, "fraction": args.rotary_percent}
     if args.multi_latent_attention and args.rope_type in (None, "yarn"):
         out["yarn"] = {
             "factor": args.rotary_scaling_factor,
@@ -354,6 +380,15 @@ def _mamba(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _delta(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "key_heads": args.linear_num_key_heads,
+        "value_heads": args.linear_num_value_heads,
+        "key_head_dim": args.linear_key_head_dim,
+        "value_head_dim": args.linear_value_head_dim,
+    }
+
+
 def _latent(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "query_rank": args.q_lora_rank,
@@ -370,6 +405,8 @@ def _experts(args: argparse.Namespace) -> dict[str, Any]:
         "top_k": args.moe_router_topk,
         "ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * args.hidden_size,
         "shared_ffn_hidden_size": args.moe_shared_expert_intermediate_size or 0,
+        "shared_gate": args.moe_shared_expert_gate,
+        "latent_size": args.moe_latent_size,
         "dense_layers": 0 if _pattern(args) else _dense_layers(args),
         "router": _router(args),
     }

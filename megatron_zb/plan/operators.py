@@ -1,6 +1,6 @@
 """Operators of a model's layers: one list, from which FLOPs, seconds and bytes are derived.
 
-Biases, norms and Mamba-2's convolution have too few weights to count.
+Biases, norms and convolutions have too few weights to count.
 
 Selective recomputation saves what each of ``--recompute-modules`` does in Megatron's layers. A
 module either discards its output, which its last kernel can recompute (``mla_up_proj``,
@@ -20,7 +20,7 @@ from megatron_zb.plan.model import ModelConfig
 
 @dataclass(frozen=True)
 class Operator:
-    """Products with weights and what runs between them: attention, Mamba-2, an MLP or experts.
+    """Products with weights and what runs between them: a mixer of tokens, an MLP or experts.
 
     Sizes are those of one token, before ranks divide them. The hidden state that enters and leaves
     belongs to the part of the layer.
@@ -64,8 +64,8 @@ def _mixer(model: ModelConfig, index: int) -> Operator | None:
     if mixer is None:
         return None
     sizes = mixer.weights, mixer.projected, mixer.attended
-    if mixer.scan_flops:  # what the scan gave, before it is gated and normed
-        return Operator(*sizes, kept=2 * mixer.attended)
+    if mixer.scan_flops:
+        return Operator(*sizes, kept=mixer.scan_kept)
     moved = 4 * mixer.projected  # layout of heads
     statistics = 4 * model.attention_heads if model.flash_attention else 0
     return Operator(*sizes, moved, moved, statistics)
@@ -91,12 +91,14 @@ def experts_operator(model: ModelConfig, index: int) -> Operator | None:
     if experts is None:
         return None
     inner, gates, hidden = model.routed_inner(index), model.gates, model.hidden_size
-    sent, each = experts.top_k * hidden, (gates + 1) * hidden * experts.ffn_hidden_size
+    latent = experts.latent_size or 0
+    width = latent or hidden
+    sent, each = experts.top_k * width, (gates + 1) * width * experts.ffn_hidden_size
     forward, backward = _activation(gates, inner)
     return Operator(
-        weights=hidden * experts.experts,  # the router's
-        outputs=gates * inner,
-        inputs=inner,
+        weights=hidden * (experts.experts + 2 * latent),  # the router's, and into and out of latent
+        outputs=gates * inner + latent,
+        inputs=inner + latent,
         forward=forward + 8 * sent,
         backward=backward + 8 * sent,
         visited=experts.top_k * each,
@@ -208,8 +210,12 @@ def modules_of(recompute: str) -> tuple[str, ...]:
 
 
 def recomputed(model: ModelConfig, index: int, recompute: str) -> Recomputed:
-    """Return what selective recomputation recomputes in a layer; None if everything is."""
-    parts = [MODULES[name](model, index) for name in modules_of(recompute)]
+    """Return what selective recomputation recomputes in a layer.
+
+    A module within another one that is named is recomputed with it.
+    """
+    names = modules_of(recompute)
+    parts = [MODULES[name](model, index) for name in names if _WITHIN.get(name) not in names]
     return sum(parts, Recomputed())
 
 
@@ -290,13 +296,13 @@ def _whole(operator: Operator | None) -> Recomputed:
 
 def _activation_function(model: ModelConfig, index: int) -> Recomputed:
     """Return the activation function of the experts, whose output enters their second product."""
-    operator = experts_operator(model, index)
-    if operator is None:
+    inner = model.routed_inner(index)
+    if not inner:
         return Recomputed()
-    moved = 2 * (operator.outputs + operator.inputs)
-    return Recomputed(inputs=operator.inputs, traffic=moved, kernels=1)
+    return Recomputed(inputs=inner, traffic=2 * (model.gates + 1) * inner, kernels=1)
 
 
+_WITHIN = {"moe_act": "moe", "shared_experts": "moe"}
 MODULES: dict[str, Callable[[ModelConfig, int], Recomputed]] = {
     "core_attn": _scores_again,
     "mla_up_proj": _up_projections,

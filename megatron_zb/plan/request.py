@@ -17,6 +17,7 @@ from megatron_zb.parsing import flag_of, size_in_bytes
 from megatron_zb.plan.device import DeviceConfig, read_device
 from megatron_zb.plan.given_run import GivenRun
 from megatron_zb.plan.model import ModelConfig, read_model
+from megatron_zb.plan.model_flags import written_pattern
 from megatron_zb.plan.operators import RECOMPUTE_FLAG, check_recomputation
 from megatron_zb.plan.settings import PlanJob
 from megatron_zb.plan.slices import with_slices
@@ -27,6 +28,7 @@ from megatron_zb.plan.strategy import (
     names_in,
 )
 from megatron_zb.plan.unequal import SequenceLengths
+from megatron_zb.schedules.layout import main_pattern
 from megatron_zb.schedules.slices import LEAST_TOKENS, MOST_SLICES, least_tokens
 
 _SIZES = {
@@ -40,6 +42,7 @@ _OF_EXPERTS = {
     "expert": "expert_model_parallel_size",
     "expert_tensor": "expert_tensor_parallel_size",
 }
+_OF_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _CHOICES = {"micro_batch_size": "microbatch"}
 """Names in :class:`Choices` that are not those of plan's arguments."""
 
@@ -119,7 +122,7 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
         UsageError: a file, a field or an argument is wrong.
     """
     training = _training(arguments)
-    model = _model(arguments) if training is None else training.model
+    model = _model(arguments).as_transformer if training is None else _planned(training)
     flags = {} if training is None else _take_sizes(arguments, training)
     asked = _USUAL_DEVICE if arguments.device is None else arguments.device
     device = read_device(path_of("--device", "devices", asked))
@@ -253,6 +256,33 @@ def _take_sizes(arguments: argparse.Namespace, training: Training) -> dict[str, 
     for name in taken:
         setattr(arguments, name, training.sizes[name])
     return {name: training.flags[name] for name in taken}
+
+
+def _planned(training: Training) -> ModelConfig:
+    """Return the model of a training; a pattern's transformer where no stage cuts a layer of it."""
+    args, model = training.args, training.model
+    segments = main_pattern(written_pattern(args) or "").split("|")
+    of_stages, p = [*map(len, segments)], args.pipeline_model_parallel_size
+    if len(segments) == 1:
+        of_stages = [*divmod(model.layers, p)]
+    else:
+        _check_segments(segments, p)
+    of_stages += [getattr(args, name) or 0 for name in _OF_ENDS]
+    return model if any(letters % 2 for letters in of_stages) else model.as_transformer
+
+
+def _check_segments(segments: Sequence[str], pipeline_size: int) -> None:
+    named = f"--hybrid-layer-pattern '{'|'.join(segments)}'"
+    if len(segments) % pipeline_size:
+        raise UsageError(
+            f"{named} has {len(segments)} stages, which --pipeline-model-parallel-size "
+            f"{pipeline_size} does not divide: write as many for each rank, or leave out '|'"
+        )
+    if not all(segments[1:-1]):
+        raise UsageError(
+            f"{named}: stage {segments.index('', 1)} of 0 to {len(segments) - 1} has no layers: "
+            "give it one, since only the first and the last can be empty"
+        )
 
 
 def _with_given(job: PlanJob, training: Training) -> PlanJob:

@@ -30,7 +30,7 @@ from megatron_zb.plan.strategy import (
     no_strategy_message,
     strategies,
 )
-from megatron_zb.plan.vocabulary import CountedShard, can_be_shared, why_not_sharded
+from megatron_zb.plan.vocabulary import CountedShard, can_be_shared
 from megatron_zb.plan.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, catalog
 from megatron_zb.schedules.bounds import lower_bound, period_bound
@@ -156,7 +156,7 @@ def estimated_memory(
     peak = (_peak(candidate, p, m * n, chunks) + n - 1) / n  # all slices are held before B
     peak = min(m, peak + split.vocabulary_parallel / n)
     fixed = split.states.total + split.load.device.reserved_bytes
-    fixed += prefix(split.load, split.load.model.layers // p)
+    fixed += prefix(split.load, split.load.model.attending // p)
     held = split.held.activation
     if n > 1 and candidate.splits:  # orders of many slices take too long to try what cannot fit
         held = max(held, split.held.for_weight)
@@ -231,7 +231,9 @@ class PlanJob:
             return (
                 "its weights are frozen, and vocabulary parallelism has passes for their gradients"
             )
-        return why_not_sharded(self.model, post_validation=self.post_validation)
+        if self.post_validation:
+            return "the forwards that post-validation runs again have no passes of it"
+        return None
 
     @property
     def has_slices(self) -> bool:
@@ -460,10 +462,12 @@ def _fewest_chunks_first(settings: Sequence[CountedSetting]) -> list[CountedSett
 
 
 def _has_all_to_all(load: Workload) -> bool:
+    """Return whether pairs can hide an expert all-to-all; Megatron has none for a HybridModel."""
     all_to_all = load.all_to_all(load.model.layers - 1)
     recompute = load.strategy.recompute
     again = recompute == "full" or "moe" in modules_of(recompute)
-    return load.strategy.expert > 1 and not again and all_to_all > 0
+    able = load.model.pattern is None and not again
+    return able and load.strategy.expert > 1 and all_to_all > 0
 
 
 def _share_left(split: EvenSplit) -> float:

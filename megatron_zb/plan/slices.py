@@ -10,6 +10,8 @@ A strategy with n slices is counted as follows:
 - Kernels, collectives and messages are n times as many, each with its latency.
 - W runs for each slice, as in training. Each but the first reads and writes the gradient of its
   weight once more.
+- Every slice visits all experts of a rank, and reads their weights. Products of few tokens take as
+  long as that.
 - Logits, messages and what B holds while it runs are those of one slice. Activations are those of
   all slices under way, as simulated.
 
@@ -19,10 +21,11 @@ equally long, or take equally long, by :attr:`Workload.slicing`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_zb.plan.byte_counts import ActivationBytes, keys_and_values
+from megatron_zb.plan.mixers import RECURRENT
 from megatron_zb.plan.model import ModelConfig
 from megatron_zb.plan.strategy import (
     MEGATRON_CONTEXT,
@@ -37,9 +40,9 @@ from megatron_zb.schedules.slices import Slicing
 
 def why_not_sliced(model: ModelConfig, *, post_validation: bool) -> str | None:
     """Return why microbatches of a model cannot be cut into slices; None if they can."""
+    recurrent = _named(kind for kind in RECURRENT if kind in model.kinds)
     reasons = {
-        f"no plan counts how often slices read the experts of {model.name}": model.experts,
-        f"{model.name} is a hybrid model": model.kinds,
+        f"{model.name} has layers {recurrent}, whose state passes to the next slice": recurrent,
         f"{model.name} has an encoder, whose images are whole": model.encoder,
         f"{model.name} predicts tokens of the next slice": model.prediction_layers,
         f"the masks of dropout in {model.name} are for whole microbatches": model.dropout,
@@ -47,6 +50,10 @@ def why_not_sliced(model: ModelConfig, *, post_validation: bool) -> str | None:
         "steps with --post-validation are of whole microbatches": post_validation,
     }
     return next((why for why, holds in reasons.items() if holds), None)
+
+
+def _named(kinds: Iterable[str]) -> str:
+    return " and ".join(f"{kind} ({RECURRENT[kind]})" for kind in kinds)
 
 
 def with_slices(

@@ -15,7 +15,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.fit import Variant
 from megatron_zb.parsing import flag_of
 from megatron_zb.plan.device import DeviceConfig
-from megatron_zb.plan.mixers import MAMBA
+from megatron_zb.plan.mixers import RECURRENT
 from megatron_zb.plan.model import ModelConfig
 from megatron_zb.plan.operators import RECOMPUTE
 from megatron_zb.schedules import catalog
@@ -141,8 +141,8 @@ def strategies(
     for tensor in _tensor(model, device, gpus, choices.tensor):
         for context in _context(sequence, tensor, choices.context):
             inner = tensor * context
-            if gpus % inner or (context > 1 and MAMBA in model.kinds):
-                continue  # how Mamba-2 shares out the tokens of a sample is not counted
+            if gpus % inner or (context > 1 and not RECURRENT.keys().isdisjoint(model.kinds)):
+                continue  # how a state passes between parts of a sample is not counted
             for pipeline in choices.pipeline or _divisors(gpus // inner):
                 if gpus // inner % pipeline or pipeline > model.layers:
                     continue

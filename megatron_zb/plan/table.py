@@ -28,7 +28,6 @@ from megatron_zb.plan.reasons import (
 from megatron_zb.plan.search import Plan
 from megatron_zb.plan.strategy import Strategy
 from megatron_zb.schedules import layout
-from megatron_zb.schedules.layout import placed_pattern
 
 # --- arguments
 
@@ -98,13 +97,13 @@ def _overlap(prediction: Prediction) -> list[str]:
 
 
 def _schedule(prediction: Prediction) -> list[str]:
-    model, pattern = prediction.load.model, prediction.load.model.hybrid_layer_pattern
+    model = prediction.load.model
     words = schedule_flags(prediction, prediction.memory_limit, model.prediction_layers)
-    if pattern is None:
+    if model.pattern is None:
         return words
     # its segments give the chunks and the layers
     rest = [word for word in words if not word.startswith(_OF_STAGES)]
-    return [*rest, f"--hybrid-layer-pattern '{placed_pattern(pattern, prediction.layout)}'"]
+    return [*rest, f"--hybrid-layer-pattern '{model.placed_pattern(prediction.layout)}'"]
 
 
 def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -> list[str]:

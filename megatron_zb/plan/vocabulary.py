@@ -47,15 +47,6 @@ CONNECTION = 4 * 2**20 + 524_288 + 4_915_200
 They are the buffers of its three protocols (NCCL, src/init.cc)."""
 
 
-def why_not_sharded(model: ModelConfig, *, post_validation: bool = False) -> str | None:
-    """Return why the output layer of a model cannot be sharded; None if it can."""
-    reasons = {
-        "it is a hybrid model": bool(model.kinds),
-        "the forwards that post-validation runs again have no passes of it": post_validation,
-    }
-    return next((why for why, holds in reasons.items() if holds), None)
-
-
 def can_be_shared(model: ModelConfig, strategy: Strategy) -> bool:
     """Return whether the pipeline ranks can have equally many rows of the output layer."""
     return model.vocabulary % (strategy.pipeline * strategy.tensor) == 0

@@ -1,14 +1,14 @@
 """Seconds of one microbatch on one layer and on the two ends of the model, for F, B and W.
 
-One list of operators gives FLOPs, seconds and bytes. Biases, norms and Mamba-2's convolution have
-too few weights to count.
+One list of operators gives FLOPs, seconds and bytes. Biases, norms and convolutions have too few
+weights to count.
 
 Counted from floating-point operations and bytes, on one tensor-parallel rank:
 
 - A matrix product with weights takes 2 FLOPs per token and weight in F, and as many in B and in W.
 - The products with attention scores have no W. B takes twice as much as F, 2.5 times where the
   scores are computed again (FlashAttention-2, arXiv 2307.08691); half of them are masked there.
-- A layer of a hybrid model is one part of a transformer's, or Mamba-2 (``mixers.py``).
+- A layer of a hybrid model is one part of a transformer's, Mamba-2 or gated delta (``mixers.py``).
 - Norms, residuals, dropout, activation functions and softmax are limited by the memory: each tensor
   that a kernel reads or writes is counted with 2 bytes, 4 in the loss.
 - Every kernel loses a fixed time, so that small microbatches are less efficient.
@@ -34,7 +34,7 @@ from itertools import accumulate, pairwise
 
 from megatron_zb.measured.usual_gpu import LOGIT_IN_B, LOGIT_IN_F
 from megatron_zb.plan.device import DeviceConfig, Link, Rate
-from megatron_zb.plan.model import ModelConfig
+from megatron_zb.plan.model import Experts, ModelConfig
 from megatron_zb.plan.operators import (
     Operator,
     attention_flops,
@@ -55,7 +55,6 @@ _NORMS_AND_THE_LIKE = (4, 7)  # of each part
 _SCORES_STORED = (4, 6)  # two products and four, softmax, dropout
 _SCORES_AGAIN = (1, 1)
 _PRODUCTS = 2  # of each part: into attention and out of it, into the MLP and out of it
-_SCAN = (7, 16)
 _AGAIN = 2.5  # B of kernels that compute their F again, in F's
 _LOSS = (7, 4)
 
@@ -332,7 +331,26 @@ class Workload:
 
     def _products(self, operators: Sequence[Operator]) -> PassSeconds:
         weights = sum(one.weights + one.visited for one in operators)
-        return self._weights(weights, parts=self.model.parts) + self._casts(operators)
+        work = self._weights(weights, parts=self.model.parts) + self._casts(operators)
+        return work + self._read_by_slices(operators)
+
+    def _read_by_slices(self, operators: Sequence[Operator]) -> PassSeconds:
+        """Return the work of slices that read all experts of a rank, beyond what products hide.
+
+        Gradients of these experts are read and written, where :meth:`added_by_slices` has counted
+        those that a token visits.
+        """
+        strategy, visited = self.strategy, sum(one.visited for one in operators)
+        if strategy.slices == 1 or not visited:
+            return PassSeconds()
+        here = sum(one.routed for one in operators) / (strategy.expert * strategy.expert_tensor)
+        product = 2 * self.tokens * visited / strategy.tensor / self.rate.reached
+        late = max(0.0, strategy.slices * self.moved(2 * here) - product)
+        work = PassSeconds(late, late)
+        if self.frozen:
+            return work
+        summed = self.added_by_slices(here * strategy.tensor - visited).weight
+        return work + PassSeconds(0.0, 0.0, late + summed)
 
     def _weights(self, weights: int, *, parts: int) -> PassSeconds:
         flops = 2 * self.tokens * weights / self.strategy.tensor
@@ -359,14 +377,14 @@ class Workload:
         return moved + self._begun(*[_PRODUCTS * parts] * 2)
 
     def _scan(self, index: int) -> PassSeconds:
-        """Return the work of Mamba-2 between its projections."""
+        """Return the work of Mamba-2 or gated delta between its projections."""
         mixer = self.model.mixer_in(index)
         if mixer is None or not mixer.scan_flops:
             return PassSeconds()
         share = self.tokens / self.strategy.tensor
         flops = mixer.scan_flops / self.device.attention.reached
         seconds = share * (flops + self.moved(mixer.scan_bytes))
-        return PassSeconds(seconds, _AGAIN * seconds) + self._begun(*_SCAN)
+        return PassSeconds(seconds, _AGAIN * seconds) + self._begun(*mixer.scan_kernels)
 
     def _all_scores(self) -> float:
         """Return the seconds of the products with all scores in F, masked ones included."""
@@ -406,7 +424,7 @@ class Workload:
         experts = self.model.experts_in(index)
         seconds = self.tensor_parallel(index)
         if experts is not None:
-            seconds += self._expert_parallel(experts.top_k)
+            seconds += self._expert_parallel(experts)
         return PassSeconds(seconds, seconds)
 
     def tensor_parallel(self, index: int) -> float:
@@ -419,7 +437,7 @@ class Workload:
     def all_to_all(self, index: int) -> float:
         """Return the seconds of the expert all-to-all in F of a layer; B has as many."""
         experts = self.model.experts_in(index)
-        return 0.0 if experts is None else self._expert_parallel(experts.top_k)
+        return 0.0 if experts is None else self._expert_parallel(experts)
 
     def collective(self) -> float:
         """Return the seconds of gathering or scattering all tokens over tensor-parallel ranks."""
@@ -430,7 +448,7 @@ class Workload:
         slices = self.strategy.slices
         return slices * self.device.collectives.in_node.seconds(size / slices)
 
-    def _expert_parallel(self, top_k: int) -> float:
+    def _expert_parallel(self, experts: Experts) -> float:
         """Return the seconds of sending tokens to their experts and back.
 
         Shards of an expert gather and scatter. They lie next to one another, and ranks with other
@@ -438,7 +456,8 @@ class Workload:
         """
         strategy, links = self.strategy, self.device.collectives
         ranks, split = strategy.expert, strategy.expert_tensor
-        sent = 2 * self.tokens / strategy.tensor * top_k * self.model.hidden_size
+        width = experts.latent_size or self.model.hidden_size
+        sent = 2 * self.tokens / strategy.tensor * experts.top_k * width
         seconds = 0.0
         if ranks > 1:
             near = max(1, min(ranks, self.device.node.gpus // split))

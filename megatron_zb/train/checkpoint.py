@@ -52,9 +52,6 @@ _MODEL = (
     "swiglu",
     "disable_bias_linear",
     "untie_embeddings_and_output_weights",
-)
-# Those that checkpoints of earlier versions do not have, where they were as by default.
-_LATER = (
     "kv_channels",
     "add_qkv_bias",
     "qk_layernorm",
@@ -341,8 +338,7 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
             "made with, or leave it out for a model with layers of one shape"
         )
     of_layers = () if layers is None else ("ffn_hidden_size", "num_query_groups")
-    later = (name for name in _LATER if name in saved)
-    for name in (*_MODEL, *later, *optimizer):
+    for name in (*_MODEL, *optimizer):
         if name in of_layers:
             continue
         mine = getattr(args, name)

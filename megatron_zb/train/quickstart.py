@@ -113,7 +113,7 @@ def run_quickstart(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m megatron_zb.cli.quickstart", description=__doc__)
+    parser = Parser(prog="python -m megatron_zb.train.quickstart", description=__doc__)
     add_arguments(parser)
     return parser
 
@@ -360,7 +360,7 @@ def why_times_tell_little(cores: int) -> str:
 def sleeping_command(records: Path, scheduled: Sequence[str]) -> list[str]:
     """Return the command that times steps whose stages sleep."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(PIPELINE_SIZE), "-m", "megatron_zb.cli.sleeping_steps"]
+    command += ["--nproc-per-node", str(PIPELINE_SIZE), "-m", "megatron_zb.train.sleeping_steps"]
     command += ["--schedules", *scheduled, "--num-microbatches", str(NUM_MICROBATCHES)]
     command += ["--milliseconds", *map(str, MILLISECONDS), "--repetitions", str(REPETITIONS)]
     return [*command, "--log-file", str(records)]

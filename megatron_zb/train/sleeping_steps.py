@@ -1,6 +1,6 @@
 r"""Time steps whose stages sleep, on the ranks that torchrun has started.
 
-    torchrun --nproc-per-node 4 -m megatron_zb.cli.sleeping_steps --schedules 1f1b v-half \
+    torchrun --nproc-per-node 4 -m megatron_zb.train.sleeping_steps --schedules 1f1b v-half \
         --num-microbatches 8 --milliseconds 16 16 16 --repetitions 3 --log-file steps.jsonl
 
 A rank that sleeps needs no core, so that the bubbles of as many ranks as one likes are seen on any
@@ -68,7 +68,7 @@ def _timed(
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m megatron_zb.cli.sleeping_steps", description=__doc__)
+    parser = Parser(prog="python -m megatron_zb.train.sleeping_steps", description=__doc__)
     parser.add_argument("--schedules", nargs="+", choices=schedules.names(), required=True)
     parser.add_argument("--num-microbatches", type=positive, required=True, metavar="M")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
+import hybrid_recipes  # noqa: E402
 import recipes  # noqa: E402
 
 
@@ -47,3 +49,30 @@ def test_a_recipe_predicts_the_tokens_that_its_base_recipe_asks_for() -> None:
     found = [" ".join(recipes.words_of(r)) for r in for_speed if "deepseek_v3" in r["recipe"]]
     assert len(found) == 36
     assert all("--mtp-num-layers 1 " in words for words in found)
+
+
+def test_recipes_of_hybrid_models_run_with_their_patterns() -> None:
+    hybrids = [recipe for recipe in recipes.read() if recipes.is_hybrid(recipe)]
+    assert len(hybrids) == 6
+    for recipe in hybrids:
+        words = recipes.words_of(recipe)
+        pattern = words[words.index("--hybrid-layer-pattern") + 1]
+        assert pattern.endswith("/*E/*E")
+        assert "--num-layers" not in words
+    for schedule in ("v-half", "zb-h1"):
+        assert recipes.counted(hybrids, schedule)[0] == 6
+
+
+def test_a_sharded_output_layer_is_counted_beside_each_schedule() -> None:
+    """Of CUDA graphs, it excludes those that go with the schedule alone."""
+    captured = [recipe for recipe in recipes.read() if recipe["cuda_graph_impl"]]
+    runs = next(recipe for recipe in captured if not recipes.in_the_way(recipe, "v-half"))
+    plain = {**runs, "cuda_graph_impl": "", "cuda_graph_scope": ""}
+    assert recipes.in_the_way(runs, "v-half", *recipes.SHARDED).keys() == {"--cuda-graph-impl"}
+    assert recipes.counted([runs, plain], "v-half", *recipes.SHARDED)[0] == 1
+
+
+def test_the_results_have_the_recipes_of_hybrid_models() -> None:
+    text = (ROOT / "docs/results/hybrid_recipes.json").read_text(encoding="utf-8")
+    found = [row["recipe"] for row in json.loads(text)["rows"]]
+    assert found == [recipe["recipe"] for recipe in hybrid_recipes.recipes_of_patterns()]

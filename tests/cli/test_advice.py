@@ -17,7 +17,11 @@ from megatron_zb.schedules.costs import MOST_RANKS
 # flags of the command line get the values that the advice gives them, other flags are added.
 REFUSED = [
     ("show 1f1b -p 100000 -m 8", r"--pipeline-size \d+ --num-microbatches \d+"),
-    ("show 1f1b -p 150 -m 4000 -o x.png", r"--pipeline-size \d+ --num-microbatches \d+"),
+    pytest.param(
+        "show 1f1b -p 150 -m 4000 -o x.png",
+        r"--pipeline-size \d+ --num-microbatches \d+",
+        marks=pytest.mark.slow,
+    ),
     ("show 1f1b -p 16 -m 4000", r"--num-microbatches \d+"),
     ("show zb-h1 -p 4 -m 9000 --slices 8 -o x.png", r"--num-microbatches \d+"),
     ("show pipe-bd -p 100000 -m 8 --blocks 4", r"--pipeline-size \d+ --num-microbatches \d+"),
@@ -99,6 +103,7 @@ def test_a_table_that_is_too_large_to_draw_is_exported(
     assert cli.main(again.replace("FILE", str(path)).split()) == 0
 
 
+@pytest.mark.slow
 def test_the_largest_pipeline_that_is_named_is_accepted(tmp_path: Path) -> None:
     words = ["export", "zb-h1", "-p", str(MOST_RANKS), "-m", "2", "--format", "csv", "-o"]
     assert cli.main([*words, str(tmp_path / "x.csv")]) == 0

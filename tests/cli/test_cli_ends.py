@@ -138,6 +138,35 @@ def test_a_signal_while_processes_start_leaves_none(tmp_path: Path) -> None:
     assert done.stderr == "megatron-zb: interrupted\n"
 
 
+IMPORTING = """
+import sys
+from megatron_zb.cli.ending import ended
+
+def command():
+    try:
+        import interrupted
+    except BaseException:  # as what C code or a callback of the import system does with it
+        pass
+
+sys.exit(ended("megatron-zb", command))
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_during_an_import_ends_the_command(tmp_path: Path, name: str, code: int) -> None:
+    imported = f"import signal\nsignal.raise_signal(signal.{name})\n"
+    (tmp_path / "interrupted.py").write_text(imported, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job's may ignore it
+    )
+    words = {130: "interrupted", 143: "terminated"}
+    assert (done.returncode, done.stderr) == (code, f"megatron-zb: {words[code]}\n")
+
+
 # --- nobody reads
 
 
@@ -276,7 +305,7 @@ def test_training_without_megatron_core(module: str, tmp_path: Path) -> None:
         (tmp_path / f"text{suffix}").touch()
     words = f"--cpu --data-path {tmp_path / 'text'} --micro-batch-size 1 --global-batch-size 4 "
     words += "--train-iters 2 --lr 0.01 "
-    if module.endswith("distill_gpt"):
+    if module.endswith("distill"):
         words += f"--teacher-load {tmp_path} --student-config {STUDENT}"
     else:
         words += "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"

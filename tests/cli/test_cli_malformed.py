@@ -109,7 +109,7 @@ STUDENTS = [
 ]
 _LINK = "links:\n- {source: 0, target: 1, seconds: 0.1}"
 PROFILES = [
-    ("version", "version: 6", "'version' is 6: input should be 1, 2, 3, 4 or 5"),
+    ("version", "version: 2", "'version' is 2: input should be 1"),
     ("version", "", "'version' is missing"),
     ("version", "version: one", "'version' is 'one'"),
     ("pipeline_size", "pipeline_size: 3", "their ranks must be 0 to 2"),
@@ -298,6 +298,7 @@ plan --config gpt_1_5b --gpus -8 | give, for example, --gpus 64
 plan --config gpt_1_5b --gpus 8.0 | --gpus: '8.0' is not a whole number, such as 8
 plan --config gpt_1_5b --gpus eight | --gpus: 'eight' is not a whole number, such as 8
 plan --config gpt_1_5b --gpus 9999999999 | is not between 1 and 65536
+plan --config gpt_1_5b --gpus 8 --top 10000001 | --top 10000001 is not between 1 and 10000000
 plan --config gpt_1_5c --gpus 8 | give a file, or one of
 plan --config none.yaml --gpus 8 | none.yaml cannot be read: No such file or directory
 plan --config folder.yaml --gpus 8 | folder.yaml cannot be read: Is a directory
@@ -355,7 +356,7 @@ plan --config gpt_1_5b --gpus 8 --student-config half_mlp --micro-batch-size x |
 plan --student-config half_mlp | --config is missing
 plan --profile none.yaml | none.yaml cannot be read: No such file or directory
 plan --profile folder.yaml | folder.yaml cannot be read: Is a directory
-plan --profile empty.yaml | empty.yaml has no fields: write lines such as 'version: 5'
+plan --profile empty.yaml | empty.yaml has no fields: write lines such as 'version: 1'
 plan --profile run.yaml --gpus 8 | the run that was measured has decided it
 plan --profile run.yaml --config gpt_1_5b | the run that was measured has decided it
 plan --profile run.yaml --tensor 2 | the run that was measured has decided it
@@ -797,7 +798,10 @@ SAMPLE = [
         "show --csv sparse.yaml",
         "trace none.yaml",
     )
-] + [["megatron_zb.launch", "nowhere.py"], ["megatron_zb.cli.quickstart", "--data-path", "nowhere"]]
+] + [
+    ["megatron_zb.launch", "nowhere.py"],
+    ["megatron_zb.train.quickstart", "--data-path", "nowhere"],
+]
 
 
 # Runs a command and prints its seconds and kilobytes: those of a child include its parent's pages.

@@ -26,9 +26,10 @@ ARGUMENTS = (
 )
 ELSEWHERE = {
     r"torchrun .*~/Megatron-LM/pretrain_\w+\.py --": "tests/real_megatron_lm/test_how_to.py",
-    r"torchrun .*megatron_zb\.pretrain_gpt --cpu --num-layers 8 --hidden-size 128 "
+    r"torchrun .*megatron_zb\.train --cpu --num-layers 8 --hidden-size 128 "
     r"--num-attention-heads 4 .*--mock-data": "tests/docs/test_readme.py",
-    r"torchrun .*(?:distill_gpt|--save runs/teacher)": "tests/distill/test_distill_gpt.py",
+    r"torchrun .*(?:megatron_zb\.distill |--save runs/teacher)": "tests/distill/"
+    "test_distill_gpt.py",
     r"python -m megatron_zb.distill\.choice": "tests/distill/test_block_library.py",
     r".*(?:\$MODEL|runs/)": "tests/docs/test_case_study.py",
     r"torchrun .* examples/": "tests/docs/test_examples.py",
@@ -92,12 +93,15 @@ def filled(line: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", RUN)
+@pytest.mark.usefixtures("brief_searches")
 def test_a_command_of_the_pages_runs(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "120")
+    # Searches stay in this process, where they are brief.
+    monkeypatch.setattr("megatron_zb.plan.workers.AFTER", float("inf"))
     words = [word.replace("~", str(tmp_path)) for word in filled(line)]
     if words[0] == "doctor":
         checkout_tree(tmp_path / "Megatron-LM", "0.16.1")

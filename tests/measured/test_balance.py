@@ -13,6 +13,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import (
     Ends,
     balanced,
+    costs_of,
     counted,
     ends_of,
     measured,
@@ -27,6 +28,11 @@ SIZES = {"layers": LAYERS, "hidden_size": 64, "sequence_length": 32, "tensor": 1
 
 def v_half() -> schedules.Schedule:
     return schedules.build("v-half", pipeline_size=P, num_microbatches=16)
+
+
+def test_layers_take_a_stages_time_together_and_the_ends_lengthen_the_outer_ones() -> None:
+    costs = costs_of(4, 2, Ends(embedding=0.25, output=1.0, known="given"))
+    assert costs.forward == costs.backward == costs.weight == (0.625, 0.5, 0.5, 1.0)
 
 
 def test_a_vocabulary_of_32_hidden_sizes_counts_for_eight_thirds_of_a_layer() -> None:

@@ -23,7 +23,7 @@ def pair(forward: int, backward: int, seconds: float, whole: bool = False) -> di
 
 def with_pairs(pairs: list[dict[str, Any]]) -> Profile:
     values = profile(output=0.0).model_dump()
-    return Profile.model_validate({**values, "version": 4, "pairs": pairs})
+    return Profile.model_validate({**values, "pairs": pairs})
 
 
 def every_pair() -> list[dict[str, Any]]:

@@ -51,14 +51,6 @@ def test_the_watchdog_ends_a_job_a_little_before_torch_does(
     assert adapter.part(WatchPart).timeout == timeout
 
 
-@pytest.mark.parametrize("given", [("v-half",), (ScheduleSettings(pipeline_schedule="v-half"),)])
-def test_the_keywords_of_earlier_versions_are_refused(given: tuple[Any, ...]) -> None:
-    with pytest.raises(UsageError, match=r"takes settings and sizes: write create\(ScheduleSett"):
-        PipelineAdapter.create(*given, pipeline_size=4, num_microbatches=8, layers=Layers(8))
-    with pytest.raises(UsageError, match="takes settings and sizes"):
-        PipelineAdapter.create(*given)
-
-
 @pytest.mark.parametrize(("output", "vocabulary_parallel"), [(0.01, False), (8.0, True)])
 def test_the_faster_of_a_whole_and_a_sharded_vocabulary(
     output: float, vocabulary_parallel: bool

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from ranks import RankPools
 
 from megatron_zb.megatron_core.split_backward import SplitBackward, split_linear_layers
+from megatron_zb.megatron_core.vocabulary_shard import VocabularyShard
 from megatron_zb.runtime.autograd_stage import WeightGradQueue
 
 pytestmark = pytest.mark.skipif(
@@ -29,8 +30,8 @@ def product(
     return ((x.float() @ weight.float().t()).to(out_dtype),)
 
 
-def gradients(splits: bool) -> list[torch.Tensor]:
-    """Return the gradients of the weight and the input, with or without a split backward."""
+def output_layer() -> Any:
+    """Build an output layer on one rank whose logits are float32, of weights in bfloat16."""
     from megatron.core import tensor_parallel
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer import TransformerConfig
@@ -41,7 +42,7 @@ def gradients(splits: bool) -> list[torch.Tensor]:
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     config = TransformerConfig(**sizes, use_cpu_initialization=True, params_dtype=torch.bfloat16)
     torch.manual_seed(1)
-    layer: Any = ColumnParallelLinear(
+    return ColumnParallelLinear(
         8,
         12,
         config=config,
@@ -50,8 +51,17 @@ def gradients(splits: bool) -> list[torch.Tensor]:
         skip_bias_add=True,
         **OUTPUT,
     )
+
+
+def activations() -> torch.Tensor:
+    return torch.randn(6, 1, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+def gradients(splits: bool) -> list[torch.Tensor]:
+    """Return the gradients of the weight and the input, with or without a split backward."""
+    layer = output_layer()
     layer.weight.main_grad = torch.zeros_like(layer.weight)
-    x = torch.randn(6, 1, 8, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+    x = activations().requires_grad_()
     queue = WeightGradQueue()
     if splits:
         split_linear_layers(torch.nn.ModuleList([layer]), SplitBackward(queue))
@@ -74,3 +84,20 @@ def test_gradients_equal_megatrons(ranks: RankPools) -> None:
     ):
         assert all(g.any() for g in expected)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def logits() -> list[torch.Tensor]:
+    """Return the logits of the layer, and of a shard with all of its rows."""
+    from megatron.core import parallel_state
+
+    layer, x = output_layer(), activations()
+    group = parallel_state.get_tensor_model_parallel_group()
+    shard = VocabularyShard(layer.weight.detach(), 0, group, (0, 1), "stored", torch.float32)
+    return [layer(x)[0].squeeze(1), shard(x.squeeze(1), logits=True)]
+
+
+def test_logits_of_a_vocabulary_shard_are_megatrons(ranks: RankPools) -> None:
+    for whole, sharded in ranks(1).run(logits):
+        assert sharded.dtype is torch.float32
+        assert torch.equal(whole, sharded)
+        assert not torch.equal(sharded, sharded.bfloat16().float())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ from te_cases import (
 from torch.nn.utils.parametrize import register_parametrization
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import transformer_engine
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
 from megatron_zb.megatron_core.versions import transformer_engine_is_supported
@@ -139,6 +141,19 @@ def test_options_of_linear(te_pool: RankPool, options: dict[str, Any], takes: st
     """A weight that is split into parameters would lose its gradient in TE's W: it stays in B."""
     case = Case("Linear", takes=takes, options=tuple(options.items()))
     assert te_pool.run(compare_options, case=case) == [[], []]
+
+
+def can_split(**options: bool) -> bool:
+    from transformer_engine import pytorch as te
+
+    if not options.keys() <= signature(te.GroupedLinear.__init__).parameters.keys():
+        return False  # this version has no such experts
+    return transformer_engine._can_split(te.GroupedLinear(2, 8, 8, device="cpu", **options))
+
+
+def test_experts_in_one_tensor_stay_whole(te_pool: RankPool) -> None:
+    assert te_pool.run(can_split) == [True, True]
+    assert te_pool.run(can_split, use_grouped_tensor=True) == [False, False]
 
 
 def compare_frozen(case: Case) -> list[str]:

@@ -45,6 +45,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], str]] = {
     "fixed_order": ({"has_fixed_order": True}, CHOICE),
     "graphs": ({"cuda_graph_impl": "transformer_engine"}, "CUDA graphs (transformer_engine)"),
     "verify": ({"pipeline_verify": True}, "--pipeline-verify"),
+    "warm_up": ({"pipeline_warm_up": "on"}, "--pipeline-warm-up on"),
     "recompute": ({"pipeline_recompute": "auto"}, "--pipeline-recompute auto"),
     "offload": ({"pipeline_offload": "auto"}, "--pipeline-offload auto"),
     "overlap": ({refusals.OVERLAP: True}, "--overlap-moe-expert-parallel-comm"),
@@ -219,6 +220,7 @@ def test_what_no_step_can_be_taken_back_with_is_documented() -> None:
         "--pipeline-layer-layout auto",
         "--pipeline-schedule-cache x",
         "--pipeline-verify",
+        "--pipeline-warm-up off",
     ],
 )
 def test_flags_that_need_a_schedule(line: str) -> None:
@@ -384,3 +386,17 @@ def test_a_step_that_cannot_run_twice_is_not_verified(upstream: dict[str, Any], 
     with pytest.raises(UsageError, match=f"^{flag} cannot be combined with --pipeline-verify: "):
         adapter_of(parsed("--pipeline-schedule v-half --pipeline-verify", **upstream))
     adapter_of(parsed("--pipeline-schedule v-half --pipeline-verify", fp8_recipe="delayed"))
+
+
+@pytest.mark.parametrize(
+    ("upstream", "flag"),
+    [
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "--fp8-recipe delayed"),
+        ({"moe_paged_stash": True}, "--moe-paged-stash"),
+    ],
+)
+def test_state_that_cannot_be_put_back_has_no_warm_up(upstream: dict[str, Any], flag: str) -> None:
+    for value in ("auto", "off"):
+        adapter_of(parsed(f"--pipeline-schedule v-half --pipeline-warm-up {value}", **upstream))
+    with pytest.raises(UsageError, match=f"^{flag} cannot be combined with --pipeline-warm-up on"):
+        adapter_of(parsed("--pipeline-schedule v-half --pipeline-warm-up on", **upstream))

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import shlex
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import yaml
+from brief_searches import briefly
 from gpt_cases import VOCABULARY, GPTCase, built
+from pydantic import ValidationError
 from ranks import RankPools
-from small_models import SMALL, a100, load, small
+from small_models import ROOT, SMALL, a100, load, small
 
+from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.random_streams import global_parameters
+from megatron_zb.parsing import flag_of
 from megatron_zb.plan import byte_counts, mixers
-from megatron_zb.plan.model import ModelConfig
+from megatron_zb.plan.model import ModelConfig, read_model
 from megatron_zb.plan.model_flags import model_flags
 from megatron_zb.plan.operators import all_weights, model_flops, weights_of
 from megatron_zb.plan.prediction import IterationSettings, predict
@@ -24,9 +33,11 @@ from megatron_zb.plan.stages import cut_into_stages
 from megatron_zb.plan.strategy import Choices, candidates_of, strategies
 from megatron_zb.plan.table import flags
 from megatron_zb.schedules import layout
+from megatron_zb.schedules.layout import pattern_kinds
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 
 EXPERTS = {"experts": 8, "top_k": 2, "ffn_hidden_size": 512}
+MODELS = ROOT / "configs" / "models"
 
 # Sizes of NVIDIA's recipe for Megatron-LM (examples/post_training/modelopt), and its vocabulary.
 NEMOTRON_H_8B = """\
@@ -64,6 +75,40 @@ def test_nemotron_h_8b_has_the_weights_of_its_published_checkpoint() -> None:
     assert all_weights(parsed(NEMOTRON_H_8B)) + 24 * mamba + norms == 8_100_852_736
 
 
+def test_the_shipped_hybrid_models_have_the_weights_that_are_published() -> None:
+    """Numbers of the checkpoints, of Qwen3-Next without its layers of prediction.
+
+    The planner leaves out what is no matrix, and the shared experts' gate.
+    """
+    nano, big, qwen = (
+        read_model(MODELS / f"{name}_like.yaml")
+        for name in ("nemotron_3_nano", "nemotron_3_super", "qwen3_next")
+    )
+    for model, pattern, published in (
+        (nano, nano.hybrid_layer_pattern, 31_577_940_288),
+        (big, f"{pattern_kinds(big.hybrid_layer_pattern or '')}/*E", 123_611_033_088),
+    ):
+        model = model.model_copy(
+            update={"hybrid_layer_pattern": pattern, "prediction_layers": "/" in str(pattern)}
+        )
+        inner, experts = (model.mamba.heads or 0) * 64 if model.mamba else 0, model.experts
+        mamba = 5 * (inner + 2 * 8 * 128) + 3 * inner // 64 + inner
+        norms = (model.layers + 1 + 5 * model.prediction_layers) * model.hidden_size
+        biases = model.kinds.count("E") * (experts.experts if experts else 0)
+        small = model.kinds.count("M") * mamba + norms + biases
+        assert all_weights(model) + small == published
+    alone = qwen.model_copy(
+        update={
+            "hybrid_layer_pattern": pattern_kinds(qwen.hybrid_layer_pattern or ""),
+            "prediction_layers": 0,
+        }
+    )
+    convolution, heads = 4 * (2 * 2048 + 4096), 2 * 32 + 128
+    norms = (2 * 48 + 1) * 2048 + 12 * 2 * 256
+    gates = 48 * 2048
+    assert all_weights(alone) + 36 * (convolution + heads) + norms + gates == 79_674_391_296
+
+
 def weights_of_rank(case: GPTCase) -> dict[str, int]:
     """Elements of the matrices of Megatron's modules on a rank, by layer, or else by parameter."""
     found: dict[str, int] = {}
@@ -79,8 +124,8 @@ def weights_of_rank(case: GPTCase) -> dict[str, int]:
 @pytest.mark.skipif(versions.core_series() < (0, 19), reason="its models are tested in 0.19")
 def test_every_kind_has_the_weights_of_megatrons_modules(ranks: RankPools) -> None:
     case = GPTCase(
-        hybrid="M*-EEM",
-        layers=6,
+        hybrid="M*-EEMG",
+        layers=7,
         multi_token=1,
         rotary=True,
         options=tuple(
@@ -94,6 +139,12 @@ def test_every_kind_has_the_weights_of_megatrons_modules(ranks: RankPools) -> No
                 "moe_router_topk": 2,
                 "moe_ffn_hidden_size": 24,
                 "moe_shared_expert_intermediate_size": 40,
+                "attention_output_gate": True,
+                "deterministic_mode": True,  # without a GPU's kernels for gated delta
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 16,
                 "gated_linear_unit": True,
                 "add_bias_linear": False,
             }.items()
@@ -103,7 +154,7 @@ def test_every_kind_has_the_weights_of_megatrons_modules(ranks: RankPools) -> No
     for of_rank in ranks(2).run(weights_of_rank, case=case):
         found |= of_rank
     model = hybrid(
-        "M*-EEM/*-",
+        "M*-EEMG/*-",
         hidden_size=32,
         attention_heads=4,
         query_groups=2,
@@ -112,10 +163,12 @@ def test_every_kind_has_the_weights_of_megatrons_modules(ranks: RankPools) -> No
         vocabulary=VOCABULARY,
         rotary={"base": 10000},
         prediction_layers=1,
+        attention_output_gate=True,
         mamba={"head_dim": 16, "groups": 2, "state_dim": 8},
+        gated_delta={"key_heads": 2, "value_heads": 4, "key_head_dim": 8, "value_head_dim": 16},
         experts={"experts": 4, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 40},
     )
-    for layer in range(6):
+    for layer in range(7):
         counted = sum(weights_of(model, [layer]))
         assert found[f"decoder.layers.{layer}"] == counted, model.kinds[layer]
     assert sum(found.values()) == all_weights(model)
@@ -170,6 +223,52 @@ def test_a_mamba_layer_splits_only_its_two_products() -> None:
     assert flops == pytest.approx(
         3 * 10 * (2 * weights + scan - 2 * weights_of(hybrid("-"), [0])[0])
     )
+
+
+def test_a_gated_delta_layer_splits_only_its_two_products() -> None:
+    """Sizes by hand for 1024 tokens of width 1024: 4 heads of 64 keys for 8 of 32 values."""
+    sizes = {"key_heads": 4, "value_heads": 8, "key_head_dim": 64, "value_head_dim": 32}
+    model = hybrid("G", gated_delta=sizes)
+    keys, values = 4 * 64, 8 * 32
+    projected = 2 * keys + 2 * values + 2 * 8
+    weights = 1024 * (projected + values)
+    assert weights_of(model, [0]) == (weights, 0)
+    of, device = load(model), a100()
+    work = of.layer(0)
+    product = 2 * 1024 * weights / device.matrix_products.reached
+    assert work.weight == pytest.approx(product + 2 * device.kernels.seconds)
+    assert work.backward > work.forward > work.weight
+    held = byte_counts.layer_held(of, 0)
+    assert held.for_weight == 1024 * 2 * (2 * 1024 + projected + values)
+    kept = 2 * keys + 2 * 8 * 64 + 2 * values + 64 * 8  # as convolved and repeated; the inverse
+    assert held.activation == held.for_weight + 1024 * 2 * kept
+    scan = 8 * (2 * 64 * (3 * 64 + 2 * 32) + 64**2 + 6 * 64 * 32)
+    twice = device.attention.model_copy(update={"peak": 2 * device.attention.peak})
+    faster = load(model, device.model_copy(update={"attention": twice})).layer(0)
+    assert work.forward - faster.forward == pytest.approx(1024 * scan / twice.reached)
+
+
+def test_experts_behind_a_projection_are_as_narrow_as_it() -> None:
+    """512 of 1024 elements are sent, and enter the experts; two products lead there and back."""
+    wide, narrow = (hybrid("E", experts={**EXPERTS, **more}) for more in ({}, {"latent_size": 512}))
+    router, routed = 1024 * 8, 8 * 2 * 1024 * 512
+    assert weights_of(wide, [0]) == (router, routed)
+    assert weights_of(narrow, [0]) == (router + 2 * 1024 * 512, routed // 2)
+    spread: dict[str, Any] = {"data": 8, "expert": 8, "microbatch": 32}  # hides the latency
+    assert load(narrow, **spread).all_to_all(0) < 0.6 * load(wide, **spread).all_to_all(0)
+    needed = [byte_counts.layer_held(load(model), 0).for_weight for model in (wide, narrow)]
+    assert needed[0] - needed[1] == 1024 * 2 * (2 * 2 * 512 - 2 * 512)
+
+
+def test_attention_with_a_gate_projects_it_beside_the_queries() -> None:
+    plain, gated = (hybrid("*", attention_output_gate=gate) for gate in (False, True))
+    assert weights_of(gated, [0])[0] - weights_of(plain, [0])[0] == 1024**2
+    held = [byte_counts.layer_held(load(model), 0).for_weight for model in (plain, gated)]
+    assert held[1] - held[0] == 1024 * 2 * 1024
+    assert "--attention-output-gate" in model_flags(gated)
+    latent = {"kv_rank": 64, "nope_head_dim": 32, "rope_head_dim": 16, "value_head_dim": 32}
+    with pytest.raises(ValidationError, match=r"output_gate does not go with latent_attention"):
+        small(attention_output_gate=True, latent_attention=latent)
 
 
 def test_layers_of_prediction_have_their_own_kinds() -> None:
@@ -247,6 +346,121 @@ def test_the_arguments_of_a_hybrid_model() -> None:
     assert "--squared-relu" in words
 
 
+TRANSFORMERS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "dense": ({}, "*-" * 8, ""),
+    "uneven": ({"layers": 7, "vocabulary": 64000}, "*-" * 7, ""),
+    "predicting": ({"prediction_layers": 1, "rotary": {"base": 10000}}, "*-" * 8 + "/*-", ""),
+    "sparse": (
+        {"experts": {**EXPERTS, "dense_layers": 1}, "ffn_hidden_size": 2048},
+        "*-" + "*E" * 7,
+        "",
+    ),
+    "sharded": ({"vocabulary": 256000}, "*-" * 8, "--vocabulary on"),
+    "sliced": ({"sequence_length": 16384}, "*-" * 8, "--slices 4 --slice-tokens 1024"),
+}
+
+
+@pytest.mark.parametrize(("changes", "pattern", "more"), TRANSFORMERS.values(), ids=TRANSFORMERS)
+def test_a_transformer_in_a_pattern_gets_its_plan_to_the_digit(
+    changes: dict[str, Any], pattern: str, more: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Only its flags differ: they cut the pattern where they cut the layers of the transformer."""
+    alone = {"expert": "1", "expert_tensor": "1"} if "experts" in changes else {}
+    sizes = "--gpus 4 --tensor 1 --pipeline 4 --micro-batch-size 1 --recompute none --tries 1"
+    words = [*sizes.split(), *more.split(), "--schedules", "zb-h1,v-half", "--format", "json"]
+    words += [word for name, n in alone.items() for word in (flag_of(name), n)]
+    first = {**yaml.safe_load(SMALL), "global_batch_size": 8, **changes}
+    of_pattern = {**first, "hybrid_layer_pattern": pattern, "layers": 2 * first["layers"]}
+    if "experts" in changes:
+        of_pattern["experts"] = EXPERTS
+    found = []
+    for name, model in (("gpt", first), ("pattern", of_pattern)):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(model))
+        with briefly():
+            assert cli.main(["plan", "--config", str(path), *words]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    layouts = [[row.pop("flags") for row in of["ranked"]] for of in found]
+    assert found[0] == found[1]
+    assert len(found[0]["ranked"]) >= 3
+    for gpt, hybrid_flags in zip(*layouts, strict=True):
+        (segments,) = (f.split("'")[1] for f in hybrid_flags if f.startswith("--hybrid-layer"))
+        assert segments.replace("|", "") == pattern
+        counts = [len(s.split("/")[0]) // 2 for s in segments.split("|")]
+        for flag in gpt:
+            if flag.startswith("--pipeline-model-parallel-layout"):
+                letters = layout.unrolled(flag.split("'")[1]).split("|")
+                assert [stage.count("t") for stage in letters] == counts
+        assert min(counts) >= 0 and sum(counts) == first["layers"]
+
+
+def test_only_a_transformers_pattern_is_planned_as_one() -> None:
+    for pattern, dense, sparse in (("*-*-", 2, 0), ("*-*E*E", 1, 2), ("*E", 0, 1)):
+        assert mixers.layers_of_two(pattern) == (dense, sparse)
+        assert mixers.layers_of_two(f"{pattern}/{pattern[-2:]}") == (dense, sparse)
+    for pattern in ("*-*", "-*-*", "*E*-", "M-*-", "*-*-/*E", "*-/-", "", "*--"):
+        assert mixers.layers_of_two(pattern) is None
+    plain = hybrid("*-*-M-", mamba={"groups": 2})
+    assert plain.as_transformer is plain
+    assert plain.pattern == plain.hybrid_layer_pattern
+    whole = hybrid("*-*-*-").as_transformer
+    assert (whole.layers, whole.kinds, whole.pattern) == (3, "", "*-*-*-")
+    assert whole.placed_pattern((1, 0, 2)) == "*-||*-*-"
+
+
+HYBRID_TRAINING = (
+    "--hidden-size 512 --num-attention-heads 8 --seq-length 1024 --global-batch-size 16 "
+    "--micro-batch-size 1 --padded-vocab-size 32000 --mamba-num-groups 2 "
+    "--untie-embeddings-and-output-weights --swiglu --attention-backend flash"
+).split()
+
+
+def training_words(pattern: str, *more: str) -> list[str]:
+    return [*HYBRID_TRAINING, "--hybrid-layer-pattern", pattern, *more]
+
+
+@pytest.mark.skipif(versions.core_series() < (0, 17), reason="it had another name in 0.16")
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("M*|M-|M*", "'M*|M-|M*' has 3 stages, which --pipeline-model-parallel-size 2 does not"),
+        ("M*||M-|M*", "'M*||M-|M*': stage 1 of 0 to 3 has no layers: give it one, since only"),
+        ("M*QM-", "'M*QM-' has layers of the kind Q, whose costs the planner cannot count"),
+        ("M*M-/*/-", "'M*M-/*/-' must have the same layers after each '/'"),
+    ],
+    ids=["stages", "empty", "letter", "depths"],
+)
+def test_a_pattern_of_a_training_is_checked_before_a_search(
+    pattern: str, words: str, capsys: Any
+) -> None:
+    args = training_words(pattern, "--pipeline-model-parallel-size", "2")
+    with patch("megatron_zb.plan.search.search", side_effect=AssertionError("a search")):
+        assert cli.main(["plan", "--gpus", "4", "--", *args]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.skipif(versions.core_series() < (0, 17), reason="it had another name in 0.16")
+def test_the_run_of_a_training_has_the_stages_that_its_pattern_writes(capsys: Any) -> None:
+    """Letters are counted one by one where a stage cuts a layer of a transformer."""
+    flags_of_run = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "v-half"]
+    for pattern, letters in (
+        ("MM-|M*-|M-|*", (3, 3, 2, 1)),
+        ("*-*|-*-|*-|*-", (3, 3, 2, 2)),
+        ("*-*-|*-|*-|*-/*-", (2, 1, 1, 1)),
+    ):
+        words = training_words(pattern, *flags_of_run)
+        with briefly():
+            sizes = ["--gpus", "2", "--schedules", "zb-h1", "--tries", "1", "--format", "json"]
+            assert cli.main(["plan", *sizes, "--", *words]) == 0
+        given = json.loads(capsys.readouterr().out)["given"]
+        (said,) = (flag for flag in given["flags"] if flag.startswith("--hybrid-layer-pattern"))
+        assert said.split("'")[1] == pattern
+        counts = [len(re.sub("[^t]", "", stage)) for stage in given["layout"].split("|")]
+        assert tuple(counts) == letters
+
+
 def test_sizes_are_divided_by_the_kinds_that_there_are() -> None:
     model = hybrid("MM", mamba={"heads": 24, "groups": 4}, ffn_hidden_size=1023)
     found = list(strategies(model, a100(), 8, 32, Choices(context=(1, 2))))
@@ -258,13 +472,18 @@ def test_sizes_are_divided_by_the_kinds_that_there_are() -> None:
     ("lines", "words"),
     [
         ("hybrid_layer_pattern: MMMM|----", "fixes the layers of each stage.* leave out '|'"),
-        ("hybrid_layer_pattern: MMMM---G", "layers of the kind G, whose costs .*give only M"),
+        ("hybrid_layer_pattern: MMMM---D", "layers of the kind D, whose costs .*give only M"),
         ("hybrid_layer_pattern: M-M-", "has 4 layers, and layers is 8; give as many"),
         ("hybrid_layer_pattern: M-M-M-M-/M-", "same layers after each '/'.* prediction_layers: 1"),
         ("hybrid_layer_pattern: M-M-M-ME", "experts and the layers E .* go together"),
         ("mamba: {groups: 2}", "mamba is for the layers M of a hybrid_layer_pattern"),
         ("hybrid_layer_pattern: M-M-M-M-\nmamba: {groups: 5}", "32 heads .* by mamba.groups 5"),
         ("hybrid_layer_pattern: M-M-M-M-\nmamba: {head_dim: 60}", "mamba.head_dim 60; give mamba"),
+        (
+            "gated_delta: {key_heads: 2}",
+            "gated_delta is for the layers G of a hybrid_layer_pattern",
+        ),
+        ("gated_delta: {key_heads: 5}", "value_heads 32 cannot be divided by .*key_heads 5; give"),
         ("gated_mlp: true\nsquared_relu: true", "gated_mlp and squared_relu exclude each other"),
     ],
 )

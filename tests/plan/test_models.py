@@ -140,12 +140,89 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vocab_size": 129280,
         "qk_norm": True,  # q_a_layernorm and kv_a_layernorm of its architecture
     },
+    "nemotron_3_nano_like": {  # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
+        "first_k_dense_replace": 0,
+        "head_dim": 128,
+        "hidden_size": 2688,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "intermediate_size": 1856,
+        "mamba_head_dim": 64,
+        "mamba_num_heads": 64,
+        "moe_intermediate_size": 1856,
+        "n_group": 1,
+        "n_groups": 8,
+        "n_shared_experts": 2,  # moe_shared_expert_intermediate_size 3712
+        "num_experts": 128,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 52,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "ssm_state_size": 128,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "vocab_size": 131072,
+    },
+    "nemotron_3_super_like": {  # nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16
+        "first_k_dense_replace": 0,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
+        "EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME/*E/*E",
+        "intermediate_size": 2688,
+        "mamba_head_dim": 64,
+        "mamba_num_heads": 128,
+        "moe_intermediate_size": 2688,
+        "moe_latent_size": 1024,
+        "n_group": 1,
+        "n_groups": 8,
+        "n_shared_experts": 2,  # moe_shared_expert_intermediate_size 5376
+        "num_experts": 512,
+        "num_experts_per_tok": 22,
+        "num_hidden_layers": 88,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "num_nextn_predict_layers": 2,  # as trained; of the checkpoint, 1
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 5.0,
+        "scoring_func": "sigmoid",
+        "ssm_state_size": 128,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "vocab_size": 131072,
+    },
+    "qwen3_next_like": {  # Qwen/Qwen3-Next-80B-A3B-Instruct, in a pattern of twice its 48 layers
+        "attn_output_gate": True,  # in the architecture
+        "head_dim": 256,
+        "hidden_size": 2048,
+        "hybrid_override_pattern": f"{'GEGEGE*E' * 12}/*E",
+        "intermediate_size": 5632,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "moe_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 96,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000000,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+    },
 }
 
 
 def fields(model: ModelConfig) -> dict[str, Any]:
     """A description in the terms of config.json; what it does not have is left out."""
-    assert model.rotary is not None
     out: dict[str, Any] = {
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn,
@@ -153,19 +230,50 @@ def fields(model: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": model.attention_heads,
         "num_key_value_heads": model.groups,
         "rms_norm_eps": model.norm_epsilon,
-        "rope_theta": model.rotary.base,
         "tie_word_embeddings": model.tied_embeddings,
         "vocab_size": model.vocabulary,
     }
     if model.qk_layernorm:
         out["qk_norm"] = True
-    if model.rotary.scaling is not None:
-        out["rope_scaling"] = {"rope_type": "llama3", "factor": model.rotary.scaling.factor}
-    if model.rotary.yarn is not None:
-        out["rope_scaling"] = {"type": "yarn", **model.rotary.yarn.model_dump()}
+    if model.attention_output_gate:
+        out["attn_output_gate"] = True
     if model.prediction_layers:
         out["num_nextn_predict_layers"] = model.prediction_layers
-    return out | _of_experts(model) | _of_attention(model)
+    out |= _of_rotary(model) | _of_experts(model) | _of_attention(model)
+    return out | _of_kinds(model)
+
+
+def _of_rotary(model: ModelConfig) -> dict[str, Any]:
+    rotary = model.rotary
+    if rotary is None:
+        assert model.kinds
+        return {}
+    out: dict[str, Any] = {"rope_theta": rotary.base}
+    if rotary.fraction != 1:
+        out["partial_rotary_factor"] = rotary.fraction
+    if rotary.scaling is not None:
+        out["rope_scaling"] = {"rope_type": "llama3", "factor": rotary.scaling.factor}
+    if rotary.yarn is not None:
+        out["rope_scaling"] = {"type": "yarn", **rotary.yarn.model_dump()}
+    return out
+
+
+def _of_kinds(model: ModelConfig) -> dict[str, Any]:
+    """The layers of a hybrid model, and the sizes of those with a state."""
+    out: dict[str, Any] = {}
+    if model.hybrid_layer_pattern is not None:
+        out["hybrid_override_pattern"] = model.hybrid_layer_pattern
+    if model.mamba is not None:
+        out["mamba_num_heads"] = model.mamba.heads
+        out["mamba_head_dim"] = model.mamba.head_dim
+        out["n_groups"] = model.mamba.groups
+        out["ssm_state_size"] = model.mamba.state_dim
+    if (delta := model.gated_delta) is not None:
+        out["linear_num_key_heads"] = delta.key_heads
+        out["linear_num_value_heads"] = delta.value_heads
+        out["linear_key_head_dim"] = delta.key_head_dim
+        out["linear_value_head_dim"] = delta.value_head_dim
+    return out
 
 
 def _of_experts(model: ModelConfig) -> dict[str, Any]:
@@ -177,8 +285,13 @@ def _of_experts(model: ModelConfig) -> dict[str, Any]:
         "num_experts_per_tok": experts.top_k,
         "moe_intermediate_size": experts.ffn_hidden_size,
     }
+    if experts.latent_size is not None:
+        out["moe_latent_size"] = experts.latent_size
     router = experts.router
     if router.score_function == "softmax":
+        if experts.shared_ffn_hidden_size:
+            assert experts.shared_gate
+            out["shared_expert_intermediate_size"] = experts.shared_ffn_hidden_size
         return out | {"router_aux_loss_coef": router.aux_loss_coefficient}
     return out | {
         "first_k_dense_replace": experts.dense_layers,
@@ -303,6 +416,9 @@ PUBLISHED_SIZES = {
     "qwen3_8b": 8.19,
     "qwen3_235b_a22b": 235.1,
     "deepseek_v3_like": 685,  # 671 and its layer of multi-token prediction
+    "nemotron_3_nano_like": 31.6,
+    "nemotron_3_super_like": 126.6,  # 123.6, and a second layer of multi-token prediction
+    "qwen3_next_like": 81.3,  # and its layer of multi-token prediction
 }
 
 

@@ -320,9 +320,9 @@ def test_slices_are_long_enough_on_all_ranks_that_share_them() -> None:
         ),
         ({"dropout": True}, {"hidden_dropout": 0.1}, "dropout"),
         (
-            {"hybrid_layer_pattern": "*-*-*-*-", "layers": 8},
-            {"hybrid_layer_pattern": "*-"},
-            "hybrid",
+            {"hybrid_layer_pattern": "M-*-M-*G", "layers": 8},
+            {"hybrid_layer_pattern": "M-*-M-*G"},
+            r"layers M \(Mamba-2\) and G \(gated delta\), whose state passes to the next slice",
         ),
         (
             {"post_validation": True},
@@ -343,11 +343,45 @@ def test_what_training_refuses_with_slices_is_not_planned(
         search(job, candidates_of(["zb-h1"]), tries=1)
 
 
-def test_experts_of_slices_are_not_planned() -> None:
-    model = small(experts={"experts": 8, "top_k": 2, "ffn_hidden_size": 1024})
-    job = PlanJob(model, a100(), 4, 80 * GIB, 32, 32768, ONE)
-    with pytest.raises(UsageError, match=r"--slices: microbatches cannot be cut.*experts"):
-        search(job, candidates_of(["zb-h1"]), tries=1)
+def test_slices_read_every_expert_of_a_rank() -> None:
+    """8 of 64 experts visit a token; those of a rank are read, and their gradients added, by each.
+
+    Products of a long sample hide the reading, those of a short one do not.
+    """
+    experts = {"experts": 64, "top_k": 8, "ffn_hidden_size": 512}
+    sparse, dense = small(experts=experts), small(ffn_hidden_size=8 * 512)
+    for tokens, hides in ((2**20, True), (4096, False)):
+        late = []
+        for model in (sparse, dense):
+            cut_up, whole = (replace(load(model, slices=n), sequence=tokens) for n in (8, 1))
+            late.append(cut_up.layer(0) + whole.layer(0) * -1)
+        device = a100()
+        kernel, byte = device.kernels.seconds, 1 / device.memory_bandwidth.reached
+        here, visited, router = 64 * 2 * 1024 * 512, 8 * 2 * 1024 * 512, 64 * 1024
+        product = 2 * tokens * visited / device.matrix_products.reached
+        read = max(0.0, 8 * 2 * here * byte - product)
+        assert (read == 0) == hides
+        assert late[0].forward - late[1].forward == pytest.approx(read + 7 * 6 * kernel)
+        summed = 7 * 8 * (here - visited + router) * byte
+        assert late[0].weight - late[1].weight == pytest.approx(read + summed)
+
+
+def test_slices_of_a_pattern_are_those_of_its_layers() -> None:
+    """Attention, experts and MLPs have slices; what grows with them is that of attention."""
+    experts = {"experts": 8, "top_k": 2, "ffn_hidden_size": 1024}
+    changes = {"sequence_length": 32768, "query_groups": 4, "experts": experts}
+    model = small(hybrid_layer_pattern="*-*E*-E-", **changes)
+    staged = cut_into_stages(load(model, slices=8), of("v-half"), None)
+    assert staged is not None
+    assert [staged.load.scores(i).forward > 0 for i in range(8)] == [k == "*" for k in model.kinds]
+    kept = byte_counts.keys_and_values(staged.load)
+    for rank, stages in enumerate(staged.placement.stages_of):
+        attending = sum(model.attends(i) for s in stages for i in staged.layers_of[s])
+        assert staged.prefix(rank) == (3 * attending + 5) * kept * (attending > 0)
+    job = PlanJob(model, a100(), 4, 80 * GIB, 4, 32768, replace(ONE, slices=(8,)))
+    with briefly():
+        (row,) = search(job, [of("v-half")], tries=1).ranked
+    assert f"--pipeline-slices {row.slicing}" in flags(row, 4)
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,12 @@ from megatron_zb.plan.vocabulary import (
     CountedShard,
     can_be_shared,
     more_connections,
-    why_not_sharded,
 )
 from megatron_zb.plan.work import PassSeconds
 from megatron_zb.schedules import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape
 
 LARGE = 32_000 * 8
-HYBRID: dict[str, Any] = {"hybrid_layer_pattern": "*-*-*-*-", "layers": 8}
 """Rows of a vocabulary that takes as long as some twenty layers of the small model."""
 ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))
 
@@ -214,21 +212,28 @@ def test_no_iteration_is_shorter_than_the_messages_on_that_link() -> None:
 # ----------------------------------------------------------------------------
 
 
-def test_models_that_cannot_be_sharded_are_named_with_the_reason() -> None:
-    assert why_not_sharded(small()) is None
-    why = why_not_sharded(small(**HYBRID))
-    assert why is not None and "hybrid" in why
-    assert "post-validation" in (why_not_sharded(small(), post_validation=True) or "")
-
-
 def test_a_plan_that_is_to_shard_what_cannot_be_sharded_is_refused() -> None:
-    again = small(**HYBRID, vocabulary=LARGE)
+    again = small(vocabulary=LARGE)
     with pytest.raises(
-        UsageError, match="small cannot shard its output layer, because it is a hybrid model"
+        UsageError, match=r"small cannot shard its output layer, because .* post-validation runs"
     ):
-        plan(["v-half"], model=again, vocabulary="on")
-    said = vocabulary(plan(["zb-h1"], model=again))
-    assert said == "no vocabulary parallelism: it is a hybrid model"
+        plan(["v-half"], model=again, vocabulary="on", post_validation=True)
+    said = vocabulary(plan(["zb-h1"], model=again, post_validation=True))
+    assert said is not None and "no vocabulary parallelism: the forwards that post-validat" in said
+
+
+def test_a_hybrid_model_shards_its_output_layer() -> None:
+    """Layers of two kinds, which are no transformer's; the rest of the plan is a transformer's."""
+    model = small(
+        hybrid_layer_pattern="MM*-M*--", mamba={"groups": 2}, vocabulary=LARGE, rotary=None
+    )
+    off, on = (plan(["v-half"], model=model, vocabulary=asked) for asked in ("off", "on"))
+    found = on.ranked[0]
+    assert found.vocabulary_parallel
+    assert found.tokens_per_gpu > 1.2 * off.ranked[0].tokens_per_gpu
+    words = " ".join(flags(found, 32))
+    assert "--pipeline-vocabulary on" in words
+    assert words.count("|") == 7
 
 
 def test_prediction_counts_for_one_more_output_layer_and_a_layer() -> None:
@@ -346,9 +351,6 @@ def test_auto_is_never_behind_a_whole_or_a_sharded_output_layer(name: str) -> No
     first |= {"global_batch": 8, "sequence": model.sequence_length}
     auto, off = (plan(["v-half"], vocabulary=asked, **first) for asked in ("auto", "off"))
     assert auto.ranked[0].tokens_per_gpu >= off.ranked[0].tokens_per_gpu
-    if why_not_sharded(model) is not None:
-        assert auto.ranked == off.ranked
-        return
     on = plan(["v-half"], vocabulary="on", **first)
     assert auto.ranked[0].tokens_per_gpu * (1 + WORTH_A_CHANGE) >= on.ranked[0].tokens_per_gpu
     rows = {row.candidate: row for row in auto.ranked}

@@ -54,6 +54,18 @@ def test_a_dense_layer_drops_its_own_mlp() -> None:
     assert held.activation - less.activation == 2 * 3 * with_experts().ffn * TOKENS
 
 
+def test_a_module_within_another_is_dropped_once() -> None:
+    """The activation function and the shared experts are part of what moe recomputes."""
+    model = with_experts()
+    alone, named = (
+        load(model, recompute=how) for how in ("moe", "layernorm+moe+moe_act+shared_experts")
+    )
+    norms = BY_HAND["layernorm"] * TOKENS
+    held = [byte_counts.layer_held(of, 1) for of in (alone, named)]
+    assert held[0].activation - held[1].activation == norms
+    assert held[1].activation >= 0
+
+
 def test_modules_add_up_and_cost_time_in_b_alone() -> None:
     model = with_experts()
     none, one, other, both = (

@@ -101,6 +101,8 @@ def understood(model: ModelConfig) -> dict[str, Any]:
 
 def test_every_model_is_understood(checkout: Path) -> None:
     models = [read_model(config) for config in CONFIGS]
+    if not (checkout / "pretrain_hybrid.py").is_file():  # the pattern has another name
+        models = [model for model in models if model.pattern is None]
     found = parsed(checkout, [[*model_flags(m), *mock_data_flags(m)] for m in models])
     for model, arguments in zip(models, found, strict=True):
         expected = understood(model)

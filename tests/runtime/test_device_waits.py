@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("megatron_zb/runtime", "megatron_zb/megatron_core", "megatron_zb.distill")
+FOLDERS = ("megatron_zb/runtime", "megatron_zb/megatron_core", "megatron_zb/distill")
 """Where tensors of a GPU are handled."""
 WAITS = {
     "all_gather_object",

@@ -92,6 +92,8 @@ def test_messages_are_said_as_what_they_are(message: Message, said: str) -> None
 @pytest.mark.parametrize("name", ["zb-h1", "v-half", "1f1b"])
 def test_with_prediction_the_ends_send_each_other_rows(name: str) -> None:
     """M right behind the first stage's F, K behind the last one's backward; in a V nothing goes."""
+    without = schedules.build(name, pipeline_size=4, num_microbatches=3, costs=_costs(4))
+    assert {M, K}.isdisjoint(it.kind for order in without.ranks for it in order)
     schedule = schedules.build(
         name, pipeline_size=4, num_microbatches=3, costs=_costs(4).with_prediction()
     )

@@ -223,6 +223,7 @@ def test_auto_moves_where_memory_is_short_and_is_never_slower_for_it(brief_searc
     assert simulate(moves, costs).makespan <= simulate(kept, costs).makespan * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8)])
 def test_auto_on_one_chunk_moves_and_is_as_fast_as_1f1b_in_all_of_its_memory(
     brief_searches: None, p: int, m: int

@@ -38,7 +38,10 @@ def built(name: str, costs: Costs, limit: float | None, slices: Slicing = SLICES
     ).validate()
 
 
-@pytest.mark.parametrize("name", ["v-half", "v-zb", "v-min"])
+@pytest.mark.parametrize(
+    "name",
+    ["v-half", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v-zb", "v-min"))],
+)
 @pytest.mark.parametrize("costs", [RECOMPUTED, OFFLOADED], ids=["recomputed", "offloaded"])
 def test_a_limit_is_kept_in_no_more_time(name: str, costs: Costs) -> None:
     """Than by keeping all, where that fits; below, by dropping or moving."""

@@ -247,6 +247,10 @@ def optimizer(case: GPTCase, chunks: list[Any]) -> Any:
         optimizer=kind,
         lr=0.01,
         bf16=case.dtype == "bfloat16",
+        fp16=case.dtype == "float16",
+        initial_loss_scale=2.0**18,  # with which gradients are infinite
+        loss_scale_window=2,
+        hysteresis=1,
         params_dtype=case.torch_dtype,
         use_distributed_optimizer=case.distributed_optimizer,
         overlap_param_gather=case.overlap_param_gather,

@@ -68,4 +68,4 @@ def sharded_profile(slow: dict[int, float] | None = None) -> Profile:
     cut = {"shards": shards, "loss": LOSS * slowness.get(0, 1.0), "host": host}
     values = profile(slow, output=0.0).model_dump()
     values["model"]["vocabulary"] = 4096
-    return Profile.model_validate({**values, "version": 3, "vocabulary": cut})
+    return Profile.model_validate({**values, "vocabulary": cut})

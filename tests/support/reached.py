@@ -21,16 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from mutants import PACKAGES, Mutant, sources_of
+from mutants import PACKAGE, Mutant, sources_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = PACKAGES[0]
-TESTS_OF = {
-    "megatron_zb.plan": "planner",
-    "megatron_zb.train": "training",
-    "megatron_zb.distill": "distillation",
-}
-"""Folders of ``tests`` for packages that have one; a core module has that of its subpackage."""
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "build", "*.egg-info", "runs", "site")
 FOLDER = "TESTS_REACHED"
 """In the environment: where processes write their notes."""
@@ -254,8 +247,7 @@ class Nearby:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return the files, the smallest first."""
         module = Path(mutant.file)
-        within = module.parts[1] if len(module.parts) > 2 else "."
-        folder = TESTS_OF.get(module.parts[0], within)
+        folder = module.parts[1] if len(module.parts) > 2 else "."
         beside = sorted((self._root / "tests" / folder).glob("test_*.py"), key=_size)
         names = re.compile(rf"\b{module.stem}\b")
         naming = [file for file in beside if names.search(file.read_text(encoding="utf-8"))]

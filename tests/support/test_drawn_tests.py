@@ -49,6 +49,7 @@ def test_without_a_seed_slow_tests_are_tried_and_further_combinations_are_not() 
     assert [len(out[mark]) for mark in ("slow", "full")] == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_run_says_how_many_it_leaves_out() -> None:
     file = Path(__file__).resolve().parents[1] / "cli" / "test_cli_ends.py"
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]

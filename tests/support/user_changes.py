@@ -7,6 +7,7 @@ model is the same however its layers are placed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -272,13 +273,58 @@ def penalty_on_shard(model: Any) -> None:
         model.decoder.register_forward_hook(add)
 
 
+# --- messages of another width
+
+
+def residual_streams(model: Any, switch: str, count: str) -> None:
+    """Two residual streams in every layer, as hyper-connections have them: (s, b, 2 h) between all.
+
+    A layer reads their mean and writes into one of them, in turns.
+    """
+    setattr(model.config, switch, True)
+    setattr(model.config, count, 2)
+    decoder = model.decoder
+    if model.pre_process:
+        decoder.register_forward_pre_hook(_expand, with_kwargs=True)
+    for layer in decoder.layers:
+        layer.forward = _StreamedLayer(layer.forward)
+    if decoder.final_layernorm is not None:
+        decoder.final_layernorm.register_forward_pre_hook(lambda _norm, given: _contract(given[0]))
+
+
+def _expand(_decoder: Any, positional: Any, named: Any) -> Any:
+    x = named["hidden_states"]
+    return positional, named | {"hidden_states": torch.cat([x, 0.5 * x], -1)}
+
+
+def _contract(streams: torch.Tensor) -> torch.Tensor:
+    first, second = streams.chunk(2, -1)
+    return 0.5 * (first + second)
+
+
+class _StreamedLayer:
+    def __init__(self, whole: Callable[..., Any]) -> None:
+        self._whole = whole
+
+    def __call__(self, hidden_states: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        _, second = hidden_states.chunk(2, -1)
+        output, context = self._whole(_contract(hidden_states), *rest, **options)
+        return torch.cat([second, output], -1), context
+
+
 OF_MODELS: dict[str, Change] = {
     "hook on output": hook_on_output,
     "scaled output": scaled_output,
     "hook on shard": hook_on_shard,
     "penalty on shard": penalty_on_shard,
+    "mhc streams": partial(
+        residual_streams, switch="enable_mhc_connections", count="mhc_num_residual_streams"
+    ),
+    "hyper streams": partial(
+        residual_streams, switch="enable_hyper_connections", count="num_residual_streams"
+    ),
 }
-"""Those to a whole chunk, for the refusals of a vocabulary that is sharded over the ranks."""
+"""Those to a whole chunk: refused beside a vocabulary that is sharded over the ranks, and wider."""
 OTHERS: dict[str, Change] = {"late penalty": late_penalty}
 """Those whose sums W and B form in another order than Megatron, once."""
 

@@ -136,7 +136,7 @@ def test_steps_that_sleep_are_measured_beside_what_was_predicted(tmp_path: Path)
     records = tmp_path / "steps.jsonl"
     command = quickstart.sleeping_command(records, ["1f1b", "zb-h1"])
     command[command.index("--repetitions") + 1] = "1"
-    module = command.index("megatron_zb.cli.sleeping_steps")
+    module = command.index("megatron_zb.train.sleeping_steps")
     done = run_job(2, command[module], command[module + 1 :], 300)
     assert done.code == 0, done.stderr
     steps = quickstart.read_steps(NewRecords(records)())
@@ -153,7 +153,7 @@ def test_steps_that_sleep_are_measured_beside_what_was_predicted(tmp_path: Path)
 def test_steps_of_slices_sleep_as_predicted(tmp_path: Path) -> None:
     records = tmp_path / "steps.jsonl"
     command = quickstart.sleeping_command(records, ["1f1b"])
-    module = command.index("megatron_zb.cli.sleeping_steps")
+    module = command.index("megatron_zb.train.sleeping_steps")
     done = run_job(2, command[module], [*command[module + 1 :], "--slices", "2"], 300)
     assert done.code == 0, done.stderr
     step = quickstart.read_steps(NewRecords(records)())["1f1b"]
