@@ -61,6 +61,7 @@ def test_recipes_of_hybrid_models_run_with_their_patterns() -> None:
         assert "--num-layers" not in words
     for schedule in ("v-half", "zb-h1"):
         assert recipes.counted(hybrids, schedule)[0] == 6
+        assert recipes.counted(hybrids, schedule, *recipes.SHARDED)[0] == 6
 
 
 def test_a_sharded_output_layer_is_counted_beside_each_schedule() -> None:
