@@ -139,8 +139,10 @@ def _scan(
 
 
 mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.mamba_split_conv1d_scan_combined = True, _scan
-common.HAVE_FLA, common.l2norm = True, partial(functional.normalize, dim=-1)
-assert gdn.torch_chunk_gated_delta_rule is common.torch_chunk_gated_delta_rule
+for module in (common, gdn):  # a release after 0.19 reads them in the second one
+    for name, value in (("HAVE_FLA", True), ("l2norm", partial(functional.normalize, dim=-1))):
+        if hasattr(module, name):
+            setattr(module, name, value)
 STACK = _stack()
 _NORM_OF_TE = hybrid_block.TENorm
 hybrid_block.TENorm = Norm
