@@ -75,9 +75,7 @@ def main() -> None:
     args = _arguments()
     job = Job(SIZES, args.ranks, 2 * args.ranks, args.microbatches, steps=2)
     ways = [Way(None), *(Way(name, on) for name in args.schedules for on in (False, True))]
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(job, ways, args, folder), nprocs=job.ranks)
-        found = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
+    found = {str(way): _trained(job, way, args) for way in ways}
     own = len(KINDS) * args.seconds
     rows = {}
     for name, (plain, slept) in found.items():
@@ -117,22 +115,28 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _trained(job: Job, way: Way, args: argparse.Namespace) -> list[list[dict[str, float]]]:
+    """Train in new processes: groups of ranks keep their threads, which slow down what follows."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, args=(job, way, args, folder), nprocs=job.ranks)
+        text = (Path(folder) / "found.json").read_text(encoding="utf-8")
+    found: list[list[dict[str, float]]] = json.loads(text)
+    return found
+
+
 # --- a rank
 
 
-def _rank(rank: int, job: Job, ways: list[Way], args: argparse.Namespace, folder: str) -> None:
+def _rank(rank: int, job: Job, way: Way, args: argparse.Namespace, folder: str) -> None:
     from megatron_zb.megatron_core.cpu import run_on_cpu
 
     run_on_cpu()
     join(rank, job.ranks, f"{folder}/meeting")
-    _first_steps(job, ways[0], FirstPasses(0.0))  # what the process itself does only once
-    found = {
-        str(way): [
-            [_first_steps(job, way, FirstPasses(sleep)) for _ in range(args.repetitions)]
-            for sleep in (0.0, args.seconds)
-        ]
-        for way in ways
-    }
+    _first_steps(job, way, FirstPasses(0.0))  # what the process itself does only once
+    found = [
+        [_first_steps(job, way, FirstPasses(sleep)) for _ in range(args.repetitions)]
+        for sleep in (0.0, args.seconds)
+    ]
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
