@@ -16,6 +16,7 @@ python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 
     --vocabulary 8192 | tail -n 1 > docs/results/beside_megatron_8192.cpu.json
 python benchmarks/unequal_steps.py --turns 3 --steps 6 --warm-up 2 --hidden 512 --longest 1024 \
     | tail -n 1 > docs/results/unequal_steps.cpu.json
+python benchmarks/first_step.py --repetitions 1 | tail -n 1 > docs/results/first_step.cpu.json
 python benchmarks/vocabulary.py --prediction-layers 1 --schedules v-zb \
     | tail -n 1 > docs/results/vocabulary_prediction.json
 python docs/make_performance.py
@@ -61,6 +62,7 @@ def page(text: str) -> str:
     text = with_table(text, "vocabulary", vocabulary_makespans(makespans))
     text = with_table(text, "steps", vocabulary_steps(steps))
     text = with_table(text, "heavy", heavy_output(_result("heavy_output.cpu")))
+    text = with_table(text, "first", first_step(_result("first_step.cpu")))
     text = with_table(text, "unequal", unequal_steps(_result("unequal_steps.cpu")))
     text = with_table(text, "host", host_overhead(_result("host_overhead.cpu")))
     text = with_table(text, "gpus", of_gpus(gpu_results()))
@@ -217,6 +219,19 @@ def heavy_output(found: dict[str, Any]) -> list[str]:
     )
     assert simulated["auto"] <= min(simulated.values()) * (1 + 1e-9)
     return [summary]
+
+
+def first_step(found: dict[str, Any]) -> list[str]:
+    """What the first step of each contender takes longer, of what one rank sleeps."""
+    own = "upstream 1f1b"
+    shown = {name: f"{row['of_one_rank']:.1f}" for name, row in found["results"].items()}
+    names = dict.fromkeys(name.partition(",")[0] for name in shown if name != own)
+    return [
+        "| schedule | without a warm-up | with a warm-up |",
+        "|---|---|---|",
+        f"| Megatron's own 1F1B | {shown[own]} | - |",
+        *(f"| `{n}` | {shown[f'{n}, no warm-up']} | {shown[f'{n}, warm-up']} |" for n in names),
+    ]
 
 
 def unequal_steps(found: dict[str, Any]) -> list[str]:
