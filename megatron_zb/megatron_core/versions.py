@@ -167,9 +167,10 @@ def set_streams(config: Any) -> None:
 
 
 def product_of_another_dtype() -> Callable[..., Any]:
-    """Return the product of a linear layer whose output has a type of its own, new after 0.19.
+    """Return the matrix product of a linear layer whose output dtype differs from its input's.
 
-    It takes the input, the weight, the bias or None, and the type.
+    Megatron has it after 0.19. Its arguments are the input, the weight, the bias or None, and the
+    output dtype.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -178,9 +179,9 @@ def product_of_another_dtype() -> Callable[..., Any]:
 
 
 def enabled_span_groups(groups: Iterable[str]) -> frozenset[str]:
-    """Return which of Megatron-LM's groups of spans this job traces; new after 0.19.
+    """Return which of Megatron-LM's span groups this job traces; Megatron has them after 0.19.
 
-    Its package nemo-lens, which Megatron-LM also needs for that, is asked.
+    The package nemo-lens knows it. Without that package Megatron-LM traces nothing, either.
     """
     try:
         is_enabled = import_module("nemo.lens.state").is_span_group_enabled

@@ -328,7 +328,7 @@ def _pattern(args: argparse.Namespace) -> str | None:
 
 
 def _depths(args: argparse.Namespace) -> int:
-    """Count the layers of multi-token prediction, which a pattern may write by itself."""
+    """Return the number of multi-token prediction layers, from pattern or arguments."""
     return len(predicting_parts(_pattern(args) or "")) or args.mtp_num_layers or 0
 
 

@@ -227,7 +227,7 @@ def test_the_quickstart_trains_as_often_as_the_first_page_says() -> None:
 def test_the_first_page_begins_with_what_a_reader_needs() -> None:
     lines = README.splitlines()
     assert lines.index(BELOW_THE_FOLD) <= 90
-    install = next(n for n, line in enumerate(lines) if line.startswith("pip install dist/"))
+    install = next(n for n, line in enumerate(lines) if line.startswith("pip install . "))
     assert install < 25
     assert "scripts/quickstart.sh" in README.split(BELOW_THE_FOLD)[0]
     assert "scripts/test.sh" in README.split(BELOW_THE_FOLD)[0]
