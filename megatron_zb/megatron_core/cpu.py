@@ -391,6 +391,7 @@ def _redirect_random_state() -> None:
     """Use the CPU's random generator as CUDA's."""
     cuda: Any = torch.cuda
     cuda.manual_seed = torch.manual_seed
+    cuda.initial_seed = torch.initial_seed
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda new_state, device=None: torch.set_rng_state(new_state)
 

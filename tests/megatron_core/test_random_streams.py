@@ -212,7 +212,37 @@ def test_a_hybrid_model_draws_the_same(ranks: RankPools) -> None:
         check_equal(gathered(ranks, size, case, name), reference)
 
 
+MIXED = replace(DROPOUT, multi_token=2, rotary=True, options=(("mtp_hsm", True),))
+MIXES = pytest.mark.skipif(
+    versions.core_series() <= (0, 19), reason="Megatron mixes hidden states after 0.19"
+)
+
+
+@MIXES
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_mixed_hidden_states_are_drawn_the_same(ranks: RankPools, dropout: float) -> None:
+    case = replace(MIXED, dropout=dropout)
+    reference = gathered(ranks, 2, case, "1f1b")
+    earlier = gathered(ranks, 2, case, "1f1b", steps=(0,))
+    assert earlier.gradients != reference.gradients, "every step mixes others"
+    for name in ("v-half", "zb-h1"):
+        check_equal(gathered(ranks, 2, case, name, evaluates=True), reference)
+
+
+@MIXES
+def test_replicas_mix_other_hidden_states(ranks: RankPools) -> None:
+    case = replace(MIXED, data_parallel=2)
+    check_equal(gathered(ranks, 2, case, "v-half"), gathered(ranks, 2, case, "1f1b"))
+
+
 # --- one stream of each rank
+
+
+@MIXES
+@pytest.mark.parametrize("name", ["zb-h1", "1f1b"])
+def test_hidden_states_of_ranks_are_mixed_as_upstreams(ranks: RankPools, name: str) -> None:
+    upstream = gathered(ranks, 2, MIXED, None)
+    check_equal(gathered(ranks, 2, MIXED, name, by_layer=False), upstream)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "1f1b"])

@@ -121,6 +121,8 @@ _GATED_DELTA = _options(
     deterministic_mode=True,
 )
 _IMAGES = (1, 2, 0, 0, 2, 1)  # the second of three microbatches has none
+_AFTER_RELEASES = (0, 20)
+"""The series of Megatron's main branch after 0.19."""
 _OVERLAPS = GPTCase(
     data_parallel=2,
     distributed_optimizer=True,
@@ -183,6 +185,23 @@ ROWS = (
         "float16, loss scale",
         "`--fp16`, `grad_scale_func`",
         GPTCase(dtype="float16", grad_scale=1024.0),
+    ),
+    Row(
+        "parameters kept in 32 bits, experts, distributed optimizer",
+        "`--bf16`, `mark_keep_in_fp32`",
+        GPTCase(
+            data_parallel=2,
+            dtype="bfloat16",
+            changes=("in 32 bits",),
+            distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            optimizer_steps=3,
+            options=_options(**_MOE, moe_token_dispatcher_type="alltoall"),
+        ),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half", "zb-h1"),
+        since=_AFTER_RELEASES,
     ),
     Row(
         "fp8 (current scaling) and nvfp4, Transformer Engine's Python recipes",
@@ -451,6 +470,16 @@ ROWS = (
         schedules=("v-half", "zb-h1"),
     ),
     Row(
+        "dense first layers",
+        "`--moe-layer-freq [0,0,1,1]`",
+        GPTCase(
+            layers=4,
+            options=_options(
+                **_MOE, moe_token_dispatcher_type="alltoall", moe_layer_freq=(0, 0, 1, 1)
+            ),
+        ),
+    ),
+    Row(
         "frozen experts",
         "`requires_grad = False`",
         GPTCase(
@@ -611,6 +640,17 @@ ROWS = (
         Verdict.STEPS,
         ranks=4,
         schedules=("v-half", "zb-h1"),
+    ),
+    Row(
+        "the same, weights read ahead of their gather",
+        "`--overlap-param-gather`, `ensure_params_ready`",
+        GPTCase(
+            **{**vars(_OVERLAPS), "align_param_gather": True, "late_changes": ("read ahead",)}
+        ),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half", "zb-h1"),
+        since=_AFTER_RELEASES,
     ),
     Row(
         "gather overlapped with the optimizer step",
