@@ -642,8 +642,8 @@ ROWS = (
         schedules=("v-half", "zb-h1"),
     ),
     Row(
-        "the same, weights read ahead of their gather",
-        "`--overlap-param-gather`, `ensure_params_ready`",
+        "overlapped gather, aligned, weights read ahead",
+        "`--overlap-grad-reduce`, `--overlap-param-gather`, `ensure_params_ready`",
         GPTCase(
             **{**vars(_OVERLAPS), "align_param_gather": True, "late_changes": ("read ahead",)}
         ),
