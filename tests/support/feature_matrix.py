@@ -644,9 +644,7 @@ ROWS = (
     Row(
         "overlapped gather, aligned, weights read ahead",
         "`--overlap-grad-reduce`, `--overlap-param-gather`, `ensure_params_ready`",
-        GPTCase(
-            **{**vars(_OVERLAPS), "align_param_gather": True, "late_changes": ("read ahead",)}
-        ),
+        GPTCase(**{**vars(_OVERLAPS), "align_param_gather": True, "late_changes": ("read ahead",)}),
         Verdict.STEPS,
         ranks=4,
         schedules=("v-half", "zb-h1"),

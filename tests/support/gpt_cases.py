@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -198,6 +199,7 @@ def built(
     With ``steps_done``, the layers of a schedule draw from random streams of their own.
     """
     _forget_expert_metrics()
+    MTPLossLoggingHelper.tracker.clear()  # a loss for each layer, of an earlier case maybe fewer
     p = _pipeline_size(case)
     adapter = None
     if schedule is not None:
