@@ -200,7 +200,8 @@ class LayerStreams:
         state = self._seeded(seed_of(self._seed, *place), torch.cuda.current_device())
         usual, tracker = RandomState(), get_cuda_rng_tracker()
         states = tracker.get_states()
-        tracker.set_states({**states, **_set({name: states[name]}, {name: state})})
+        tracked = {name: states.get(name, state)}  # a checkpoint of another placement may lack it
+        tracker.set_states({**states, **_set(tracked, {name: state})})
         try:
             return forward(*arguments, **keywords)
         finally:

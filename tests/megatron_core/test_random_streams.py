@@ -71,13 +71,20 @@ def train(
     count: int = 4,
     by_layer: bool = True,
     evaluates: bool = False,
+    lost: str = "",
 ) -> Run:
-    """Steps without an optimizer: losses follow from weights, data and masks."""
+    """Steps without an optimizer: losses follow from weights, data and masks.
+
+    Args:
+        lost: a tracked state that a checkpoint of another placement does not have for this rank.
+    """
     now = [0]
     steps_done = (lambda: now[0]) if by_layer else None
     with built(case, schedule, count, steps_done) as (adapter, chunks):
         function = adapter.forward_backward_func if adapter else get_forward_backward_func()
         found = Run(weights=_digests(chunks, lambda weight: weight))
+        tracker = get_cuda_rng_tracker()
+        tracker.set_states({n: s for n, s in tracker.get_states().items() if n != lost})
         for now[0] in steps:
             gpt_cases._zero_gradients(chunks)
             if evaluates:
@@ -227,6 +234,12 @@ def test_mixed_hidden_states_are_drawn_the_same(ranks: RankPools, dropout: float
     assert earlier.gradients != reference.gradients, "every step mixes others"
     for name in ("v-half", "zb-h1"):
         check_equal(gathered(ranks, 2, case, name, evaluates=True), reference)
+
+
+@MIXES
+def test_hidden_states_are_mixed_after_a_checkpoint_of_another_placement(ranks: RankPools) -> None:
+    reference = gathered(ranks, 2, MIXED, "v-half")
+    check_equal(gathered(ranks, 2, MIXED, "v-half", lost="mtp-hsm-rng"), reference)
 
 
 @MIXES
