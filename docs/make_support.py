@@ -56,7 +56,8 @@ the row, with the same weights and batches, on CPU ranks over gloo. The columns:
 - **{main}**: whether it was *equal* with this commit of Megatron-LM's main branch, which no release
   has. The tests of the other rows have not run with it.
 - **HybridModel**: whether Megatron's HybridModel with the same layers, written as a pattern such as
-  `*-*-*-*-`, is equal in the same way, with Megatron 0.19+. That holds for {equal} of {number} rows.
+  `*-*-*-*-`, is equal in the same way, with Megatron 0.19+. That holds for {equal} of {number}
+  rows.
 """
 
 STAND_INS = """\
