@@ -12,6 +12,7 @@ Of a test that several reports have, the last one counts.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
 from collections.abc import Iterable
@@ -29,9 +30,13 @@ FEATURES = DOCS / "results" / "main_features.csv"
 OF_A_ROW = "test_a_feature_gives_what_megatron_gives"
 
 
-def main(commit: str, *reports: str) -> None:
+def main(commit: str, reports: Iterable[str]) -> None:
     """Write both files; end with a sentence where a test of the reports has failed."""
-    suites = [suite for report in reports for suite in ElementTree.parse(report).iter("testsuite")]
+    try:
+        roots = [ElementTree.parse(report) for report in reports]
+    except (OSError, ElementTree.ParseError) as error:
+        sys.exit(f"make_main.py: error: a report of pytest's --junitxml cannot be read: {error}")
+    suites = [suite for root in roots for suite in root.iter("testsuite")]
     outcomes = {_name(case): case for suite in suites for case in suite.iter("testcase")}
     cases = list(outcomes.values())
     failed = [case.get("name") for case in cases if _has(case, "failure", "error")]
@@ -78,4 +83,7 @@ def _passed(row: Row, names: Iterable[str]) -> int:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("commit", help="of the checkout, such as d98e8a64")
+    parser.add_argument("reports", nargs="+", help="what pytest has written with --junitxml")
+    main(**vars(parser.parse_args()))

@@ -45,7 +45,7 @@ def report(folder: Path, cases: dict[str, str]) -> str:
 
 
 def test_only_what_has_passed_is_recorded(script: ModuleType, tmp_path: Path) -> None:
-    script.main("abcd1234", report(tmp_path, CASES))
+    script.main("abcd1234", [report(tmp_path, CASES)])
     core, scripts = csv.DictReader(script.RUNS.open())
     assert (core["megatron"], core["passed"], core["date"]) == ("main abcd1234", "2", "2026-11-28")
     assert scripts["passed"] == "0"
@@ -58,8 +58,15 @@ def test_only_what_has_passed_is_recorded(script: ModuleType, tmp_path: Path) ->
 
 def test_a_failure_is_not_recorded(script: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"1 tests have failed, the first is test_x$"):
-        script.main("abcd1234", report(tmp_path, {**CASES, "test_x": "<failure/>"}))
+        script.main("abcd1234", [report(tmp_path, {**CASES, "test_x": "<failure/>"})])
     assert not script.RUNS.exists()
+
+
+def test_a_report_that_cannot_be_read_is_said_in_a_sentence(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=r"error: a report of .* cannot be read: .*missing"):
+        script.main("abcd1234", [str(tmp_path / "missing.xml")])
 
 
 def test_the_record_names_rows_of_the_matrix() -> None:

@@ -226,9 +226,12 @@ MIXES = pytest.mark.skipif(
 
 
 @MIXES
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_mixed_hidden_states_are_drawn_the_same(ranks: RankPools, dropout: float) -> None:
-    case = replace(MIXED, dropout=dropout)
+@pytest.mark.parametrize(
+    "case",
+    [MIXED, replace(MIXED, dropout=0.0), replace(MIXED, hybrid="*-*-*-*-")],
+    ids=["dropout", "no dropout", "hybrid"],
+)
+def test_mixed_hidden_states_are_drawn_the_same(ranks: RankPools, case: GPTCase) -> None:
     reference = gathered(ranks, 2, case, "1f1b")
     earlier = gathered(ranks, 2, case, "1f1b", steps=(0,))
     assert earlier.gradients != reference.gradients, "every step mixes others"

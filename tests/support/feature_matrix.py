@@ -286,6 +286,15 @@ ROWS = (
         ranks=4,
         schedules=("v-half", "zb-h1"),
     ),
+    Row(
+        "mixed hidden states of multi-token prediction",
+        "`--mtp-num-layers 2`, `--mtp-hsm`",
+        GPTCase(multi_token=2, rotary=True, options=_options(mtp_hsm=True)),
+        schedules=("1f1b", "v-half", "zb-h1"),
+        test="test_mixed_hidden_states_are_drawn_the_same",
+        pattern_test="test_mixed_hidden_states_are_drawn_the_same",
+        since=_AFTER_RELEASES,
+    ),
     Row("frozen weights", "`requires_grad = False`", GPTCase(frozen="linear_fc1.weight")),
     Row(
         "hybrid models (attention, MLP, experts)",

@@ -349,11 +349,7 @@ OF_MODELS: dict[str, Change] = {
     ),
 }
 """Those to a whole chunk: refused beside a vocabulary that is sharded over the ranks, and wider."""
-OTHERS: dict[str, Change] = {
-    "late penalty": late_penalty,
-    "in 32 bits": kept_in_32_bits,
-    "read ahead": read_ahead,
-}
+OTHERS: dict[str, Change] = {"late penalty": late_penalty}
 """Those whose sums W and B form in another order than Megatron, once."""
 
 
@@ -473,6 +469,7 @@ STATEFUL: dict[str, Change] = {
 }
 """Those whose forwards read what earlier ones of their layer have left."""
 OTHERS |= STATEFUL | {"global counter": global_counter}
+OTHERS |= {"in 32 bits": kept_in_32_bits, "read ahead": read_ahead}
 
 
 def change(chunks: list[Any], names: tuple[str, ...]) -> None:
