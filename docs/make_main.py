@@ -51,7 +51,8 @@ def main(commit: str, reports: Iterable[str]) -> None:
         for folder in ("tests/megatron_core", "tests/real_megatron_lm"):
             count = sum(_module(case).startswith(folder) for case in passed)
             torch_version = torch.__version__.split("+")[0]
-            lines.writerow((f"main {commit}", python, torch_version, folder, count, date))
+            if count:
+                lines.writerow((f"main {commit}", python, torch_version, folder, count, date))
     names = [case.get("name", "") for case in passed]
     with FEATURES.open("w", encoding="utf-8", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")

@@ -69,7 +69,7 @@ VERSIONS = """\
 The table counts the tests that passed on CPU ranks, last on {date}. *Adapter* tests use only
 megatron-core: gradient parity and vocabulary parallelism. *Megatron-LM* tests run its
 `pretrain_gpt.py`: all of them with 0.16, and training on two ranks with the others
-([commands](results/megatron/0.16.csv)). With main, they are those of
+([commands](results/megatron/0.16.csv)). With main, both are those of
 `scripts/test.sh --megatron-main`. A newer version runs with a warning, an older one is refused.
 """
 
