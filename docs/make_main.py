@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write what has passed with a commit of Megatron-LM's main branch, for docs/make_support.py.
 
-It goes into docs/results/megatron/main.csv, a line for each folder of tests, and
+It goes into docs/results/main.csv, a line for each folder of tests, and
 docs/results/main_features.csv, a line for each row of the feature matrix.
 
   scripts/test.sh --megatron-main CHECKOUT --junitxml=build/main.xml
@@ -25,7 +25,7 @@ sys.path.insert(0, str(DOCS.parent / "tests" / "support"))
 import torch  # noqa: E402
 from feature_matrix import ROWS, Row  # noqa: E402
 
-RUNS = DOCS / "results" / "megatron" / "main.csv"
+RUNS = DOCS / "results" / "main.csv"
 FEATURES = DOCS / "results" / "main_features.csv"
 OF_A_ROW = "test_a_feature_gives_what_megatron_gives"
 

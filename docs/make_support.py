@@ -214,7 +214,8 @@ def _series(row: Row) -> str:
 
 
 def _runs() -> Iterator[dict[str, str]]:
-    for path in sorted((DOCS / "results" / "megatron").glob("*.csv")):
+    results = DOCS / "results"
+    for path in (*sorted((results / "megatron").glob("*.csv")), results / "main.csv"):
         with path.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
                 yield {**row, "series": path.stem}
