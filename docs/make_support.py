@@ -31,6 +31,8 @@ from megatron_zb.megatron_core.versions import SERIES  # noqa: E402
 from megatron_zb.parsing import flag_of  # noqa: E402
 
 PAGE = DOCS / "support.md"
+MAIN_FEATURES = DOCS / "results" / "main_features.csv"
+"""The rows whose tests have passed with Megatron-LM's main branch; make_main.py writes it."""
 
 INTRODUCTION = """\
 # Supported features
@@ -51,8 +53,11 @@ the row, with the same weights and batches, on CPU ranks over gloo. The columns:
   means losses, and weights after 3 steps of the optimizer. *Rounding* means equal but for the order
   of sums.
 - **Megatron**: the series that the test is for. *0.16+* means 0.16 and newer.
+- **{main}**: whether it was *equal* with this commit of Megatron-LM's main branch, which no release
+  has. The tests of the other rows have not run with it.
 - **HybridModel**: whether Megatron's HybridModel with the same layers, written as a pattern such as
-  `*-*-*-*-`, is equal in the same way, with Megatron 0.19. That holds for {equal} of {number} rows.
+  `*-*-*-*-`, is equal in the same way, with Megatron 0.19+. That holds for {equal} of {number}
+  rows.
 """
 
 STAND_INS = """\
@@ -64,8 +69,8 @@ VERSIONS = """\
 The table counts the tests that passed on CPU ranks, last on {date}. *Adapter* tests use only
 megatron-core: gradient parity and vocabulary parallelism. *Megatron-LM* tests run its
 `pretrain_gpt.py`: all of them with 0.16, and training on two ranks with the others
-([commands](results/megatron/0.16.csv)). A newer version runs with a warning, an older one is
-refused.
+([commands](results/megatron/0.16.csv)). With main, both are those of
+`scripts/test.sh --megatron-main`. A newer version runs with a warning, an older one is refused.
 """
 
 RECIPES = """\
@@ -114,7 +119,7 @@ REMEDIES = {
     "one_chunk": "Use a schedule with several chunks per rank, such as v-half.",
     "chunks": "Use a schedule with one chunk per rank, such as zb-h1.",
 }
-HEAD = ("feature", "flags", "ranks", "schedules", "equal", "Megatron", "HybridModel")
+HEAD = ("feature", "flags", "ranks", "schedules", "equal", "Megatron")
 RESULTS = {
     Verdict.PARITY: "gradients",
     Verdict.STEPS: "weights",
@@ -131,9 +136,9 @@ def page() -> str:
         [
             INTRODUCTION,
             "## Tested\n",
-            TESTED.format(schedules=len(schedules.names()), **counted_patterns()),
+            TESTED.format(main=main(), schedules=len(schedules.names()), **counted_patterns()),
             STAND_INS,
-            *table(HEAD, tested()),
+            *table((*HEAD, main(), "HybridModel"), tested()),
             "\n## Versions\n",
             VERSIONS.format(date=max(row["date"] for row in _runs())),
             *table(("Python, torch", "Adapter", "Megatron-LM"), versions()),
@@ -163,16 +168,25 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 def tested() -> Iterator[tuple[str, ...]]:
     """Rows of what runs on a CPU, with the names of features in full."""
     name = ""
+    with MAIN_FEATURES.open(encoding="utf-8", newline="") as file:
+        passed = {line["feature"] for line in csv.DictReader(file)}
     for row in ROWS:
         if row.verdict is Verdict.NOT_ON_CPU:
             continue
         is_more = row.feature.startswith("the same")
         name = f"{name}{row.feature.removeprefix('the same')}" if is_more else row.feature
         flags = row.settings.replace("|", "\\|")
-        seen = (RESULTS[row.verdict], _series(row), _with_pattern(row))
+        with_main = "equal" if row.feature in passed else ""
+        seen = (RESULTS[row.verdict], _series(row), with_main, _with_pattern(row))
         yield name, flags, row.parallel, _schedules(row), *seen
         if is_more:
             name = name.removesuffix(row.feature.removeprefix("the same"))
+
+
+def main() -> str:
+    """The commit of Megatron-LM's main branch that was tried, such as main (d98e8a64)."""
+    tried = next(row["megatron"] for row in _runs() if row["series"] == "main")
+    return "{} ({})".format(*tried.split())
 
 
 def counted_patterns() -> dict[str, int]:
@@ -200,7 +214,8 @@ def _series(row: Row) -> str:
 
 
 def _runs() -> Iterator[dict[str, str]]:
-    for path in sorted((DOCS / "results" / "megatron").glob("*.csv")):
+    results = DOCS / "results"
+    for path in (*sorted((results / "megatron").glob("*.csv")), results / "main.csv"):
         with path.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
                 yield {**row, "series": path.stem}

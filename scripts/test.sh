@@ -70,6 +70,7 @@ readonly QUICK=(
 # What --megatron-main runs: gradients, weights and logs beside Megatron's own schedules.
 readonly EQUALITY=(
     tests/megatron_core/test_gradient_parity.py tests/megatron_core/test_feature_matrix.py
+    tests/megatron_core/test_random_streams.py tests/megatron_core/test_expert_metrics.py
     tests/real_megatron_lm/test_schedules.py tests/real_megatron_lm/test_checkpoints.py
 )
 

@@ -56,6 +56,7 @@ def run_on_cpu(*, training_loop: bool = False) -> None:
     if training_loop:
         _redirect_training_loop()
         redirect_experts()
+        redirect_predictions()
         keep_messages()
         share_norms()
         sum_norms_in_single_precision()
@@ -199,6 +200,22 @@ def redirect_experts() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu  # leaves tensors that are no CUDA tensors
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 asks for it, but does not define it then
         moe_utils.te_general_gemm = None
+
+
+def redirect_predictions() -> None:
+    """Let multi-token prediction be built without Transformer-Engine; imports megatron-core.
+
+    After 0.19 it asks whether its layers are those for inference over Transformer-Engine's, whose
+    classes are mocks where Transformer-Engine cannot be imported: then no layer is one.
+    """
+    from megatron.core.transformer import multi_token_prediction
+
+    name = "is_inference_column_parallel_linear"
+    if hasattr(multi_token_prediction, name):
+        from megatron.core.tensor_parallel import inference_layers
+
+        if not isinstance(inference_layers.InferenceColumnParallelLinear, type):
+            setattr(multi_token_prediction, name, lambda module: False)
 
 
 def sum_norms_in_single_precision() -> None:
@@ -374,6 +391,7 @@ def _redirect_random_state() -> None:
     """Use the CPU's random generator as CUDA's."""
     cuda: Any = torch.cuda
     cuda.manual_seed = torch.manual_seed
+    cuda.initial_seed = torch.initial_seed
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda new_state, device=None: torch.set_rng_state(new_state)
 

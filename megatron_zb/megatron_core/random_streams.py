@@ -46,6 +46,7 @@ _DRAWING = (
     "moe_input_jitter_eps",
     "moe_router_force_load_balancing",
     "moe_router_force_biased",
+    "mtp_hsm",
 )
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT_LAYER = "output_layer.weight"
@@ -67,9 +68,11 @@ class RandomState:
         self._values = {name: _value(state) for name, state in self._tracked.items()}
 
     def restore(self) -> None:
+        """Restore the states; one that a module has added since stays as it is."""
         torch.set_rng_state(self._host)
         torch.cuda.set_rng_state(self._device)
-        get_cuda_rng_tracker().set_states(_set(self._tracked, self._values))
+        tracker = get_cuda_rng_tracker()
+        tracker.set_states({**tracker.get_states(), **_set(self._tracked, self._values)})
 
 
 def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
@@ -159,6 +162,8 @@ class LayerStreams:
         for name, module in _layers(chunk):
             self._names[module] = name
             module.forward = partial(self._forward, name, module.forward)
+        for block in versions.mixing_blocks(chunk):
+            block.forward = partial(self._mix, block, block.forward)
 
     def seed_plan(self, plan: Any) -> None:
         """Let the parts of a plan's layers, which run one by one, draw as their layers do."""
@@ -180,6 +185,27 @@ class LayerStreams:
         self._calls[name] += 1
         with self.of_layer(f"{name}:{self._step}:{self._microbatch}:{call}"):
             return forward(*arguments, **keywords)
+
+    def _mix(
+        self, block: Any, forward: Callable[..., Any], *arguments: Any, **keywords: Any
+    ) -> Any:
+        """Run a block that mixes hidden states between its layers, which have their own streams.
+
+        It draws from a tracked state that differs between data-parallel ranks alone.
+        """
+        if self._step is None:
+            return forward(*arguments, **keywords)
+        name = block.hidden_state_mixing_rng_tracker_name
+        place = (name, block.dp_group.rank(), self._step, self._microbatch)
+        state = self._seeded(seed_of(self._seed, *place), torch.cuda.current_device())
+        usual, tracker = RandomState(), get_cuda_rng_tracker()
+        states = tracker.get_states()
+        tracked = {name: states.get(name, state)}  # a checkpoint of another placement may lack it
+        tracker.set_states({**states, **_set(tracked, {name: state})})
+        try:
+            return forward(*arguments, **keywords)
+        finally:
+            usual.restore()
 
     def _enter(self, place: str) -> None:
         self._learn_origins()

@@ -217,6 +217,15 @@ WITHOUT_SAMPLE_ENDS = (0, 16)
 WITHOUT_HYBRID_BATCHES = (0, 17)
 
 
+def mixing_blocks(chunk: Any) -> list[Any]:
+    """Return a chunk's blocks of multi-token prediction that mix hidden states (``--mtp-hsm``).
+
+    Megatron has them after 0.19. Each names the state of Megatron's tracker that it draws from.
+    """
+    name = "hidden_state_mixing_rng_tracker_name"
+    return [module for module in chunk.modules() if getattr(module, name, None) is not None]
+
+
 def core_series() -> tuple[int, int]:
     """Return the series of the megatron-core that is imported here, such as (0, 19)."""
     from megatron.core.package_info import MAJOR, MINOR

@@ -40,6 +40,11 @@ from megatron_zb.megatron_core.refusals import check_step
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def skip_unless_in_this_megatron(row: Row) -> None:
+    if not row.since <= versions.core_series() < row.until:
+        pytest.skip("this Megatron does not have it")
+
+
 @pytest.mark.parametrize(
     ("row", "schedule"),
     [
@@ -54,8 +59,7 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_a_feature_gives_what_megatron_gives(ranks: RankPools, row: Row, schedule: str) -> None:
     assert row.case is not None
-    if not row.since <= versions.core_series() < row.until:
-        pytest.skip("this Megatron does not have it")
+    skip_unless_in_this_megatron(row)
     num_microbatches = max(3, len(row.case.lengths))
     found = ranks(row.ranks).run(
         differences, case=row.case, schedule=schedule, num_microbatches=[num_microbatches]
@@ -80,6 +84,7 @@ def test_a_hybrid_model_of_the_same_layers_gives_it_too(
     ranks: RankPools, row: Row, schedule: str
 ) -> None:
     assert row.case is not None
+    skip_unless_in_this_megatron(row)
     case = as_hybrid(row.case)
     skip_without_hybrids(case)
     found = ranks(row.ranks).run(

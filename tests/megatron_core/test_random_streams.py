@@ -71,13 +71,20 @@ def train(
     count: int = 4,
     by_layer: bool = True,
     evaluates: bool = False,
+    lost: str = "",
 ) -> Run:
-    """Steps without an optimizer: losses follow from weights, data and masks."""
+    """Steps without an optimizer: losses follow from weights, data and masks.
+
+    Args:
+        lost: a tracked state that a checkpoint of another placement does not have for this rank.
+    """
     now = [0]
     steps_done = (lambda: now[0]) if by_layer else None
     with built(case, schedule, count, steps_done) as (adapter, chunks):
         function = adapter.forward_backward_func if adapter else get_forward_backward_func()
         found = Run(weights=_digests(chunks, lambda weight: weight))
+        tracker = get_cuda_rng_tracker()
+        tracker.set_states({n: s for n, s in tracker.get_states().items() if n != lost})
         for now[0] in steps:
             gpt_cases._zero_gradients(chunks)
             if evaluates:
@@ -212,7 +219,46 @@ def test_a_hybrid_model_draws_the_same(ranks: RankPools) -> None:
         check_equal(gathered(ranks, size, case, name), reference)
 
 
+MIXED = replace(DROPOUT, multi_token=2, rotary=True, options=(("mtp_hsm", True),))
+MIXES = pytest.mark.skipif(
+    versions.core_series() <= (0, 19), reason="Megatron mixes hidden states after 0.19"
+)
+
+
+@MIXES
+@pytest.mark.parametrize(
+    "case",
+    [MIXED, replace(MIXED, dropout=0.0), replace(MIXED, hybrid="*-*-*-*-")],
+    ids=["dropout", "no dropout", "hybrid"],
+)
+def test_mixed_hidden_states_are_drawn_the_same(ranks: RankPools, case: GPTCase) -> None:
+    reference = gathered(ranks, 2, case, "1f1b")
+    earlier = gathered(ranks, 2, case, "1f1b", steps=(0,))
+    assert earlier.gradients != reference.gradients, "every step mixes others"
+    for name in ("v-half", "zb-h1"):
+        check_equal(gathered(ranks, 2, case, name, evaluates=True), reference)
+
+
+@MIXES
+def test_hidden_states_are_mixed_after_a_checkpoint_of_another_placement(ranks: RankPools) -> None:
+    reference = gathered(ranks, 2, MIXED, "v-half")
+    check_equal(gathered(ranks, 2, MIXED, "v-half", lost="mtp-hsm-rng"), reference)
+
+
+@MIXES
+def test_replicas_mix_other_hidden_states(ranks: RankPools) -> None:
+    case = replace(MIXED, data_parallel=2)
+    check_equal(gathered(ranks, 2, case, "v-half"), gathered(ranks, 2, case, "1f1b"))
+
+
 # --- one stream of each rank
+
+
+@MIXES
+@pytest.mark.parametrize("name", ["zb-h1", "1f1b"])
+def test_hidden_states_of_ranks_are_mixed_as_upstreams(ranks: RankPools, name: str) -> None:
+    upstream = gathered(ranks, 2, MIXED, None)
+    check_equal(gathered(ranks, 2, MIXED, name, by_layer=False), upstream)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "1f1b"])

@@ -121,6 +121,8 @@ _GATED_DELTA = _options(
     deterministic_mode=True,
 )
 _IMAGES = (1, 2, 0, 0, 2, 1)  # the second of three microbatches has none
+_AFTER_RELEASES = (0, 20)
+"""The series of Megatron's main branch after 0.19."""
 _OVERLAPS = GPTCase(
     data_parallel=2,
     distributed_optimizer=True,
@@ -183,6 +185,23 @@ ROWS = (
         "float16, loss scale",
         "`--fp16`, `grad_scale_func`",
         GPTCase(dtype="float16", grad_scale=1024.0),
+    ),
+    Row(
+        "parameters kept in 32 bits, experts, distributed optimizer",
+        "`--bf16`, `mark_keep_in_fp32`",
+        GPTCase(
+            data_parallel=2,
+            dtype="bfloat16",
+            changes=("in 32 bits",),
+            distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            optimizer_steps=3,
+            options=_options(**_MOE, moe_token_dispatcher_type="alltoall"),
+        ),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half", "zb-h1"),
+        since=_AFTER_RELEASES,
     ),
     Row(
         "fp8 (current scaling) and nvfp4, Transformer Engine's Python recipes",
@@ -266,6 +285,15 @@ ROWS = (
         GPTCase(multi_token=1, rotary=True, tied=True, data_parallel=2, overlap_grad_reduce=True),
         ranks=4,
         schedules=("v-half", "zb-h1"),
+    ),
+    Row(
+        "mixed hidden states of multi-token prediction",
+        "`--mtp-num-layers 2`, `--mtp-hsm`",
+        GPTCase(multi_token=2, rotary=True, options=_options(mtp_hsm=True)),
+        schedules=("1f1b", "v-half", "zb-h1"),
+        test="test_mixed_hidden_states_are_drawn_the_same",
+        pattern_test="test_mixed_hidden_states_are_drawn_the_same",
+        since=_AFTER_RELEASES,
     ),
     Row("frozen weights", "`requires_grad = False`", GPTCase(frozen="linear_fc1.weight")),
     Row(
@@ -451,6 +479,16 @@ ROWS = (
         schedules=("v-half", "zb-h1"),
     ),
     Row(
+        "dense first layers",
+        "`--moe-layer-freq [0,0,1,1]`",
+        GPTCase(
+            layers=4,
+            options=_options(
+                **_MOE, moe_token_dispatcher_type="alltoall", moe_layer_freq=(0, 0, 1, 1)
+            ),
+        ),
+    ),
+    Row(
         "frozen experts",
         "`requires_grad = False`",
         GPTCase(
@@ -611,6 +649,15 @@ ROWS = (
         Verdict.STEPS,
         ranks=4,
         schedules=("v-half", "zb-h1"),
+    ),
+    Row(
+        "overlapped gather, aligned, weights read ahead",
+        "`--overlap-grad-reduce`, `--overlap-param-gather`, `ensure_params_ready`",
+        GPTCase(**{**vars(_OVERLAPS), "align_param_gather": True, "late_changes": ("read ahead",)}),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half", "zb-h1"),
+        since=_AFTER_RELEASES,
     ),
     Row(
         "gather overlapped with the optimizer step",

@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -44,7 +45,7 @@ from user_changes import change
 from megatron_zb import schedules
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_core.cpu import redirect_experts
+from megatron_zb.megatron_core.cpu import redirect_experts, redirect_predictions
 from megatron_zb.megatron_core.random_streams import global_parameters, initialise_by_global_name
 from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_lm.models import naming_chunk
@@ -198,6 +199,7 @@ def built(
     With ``steps_done``, the layers of a schedule draw from random streams of their own.
     """
     _forget_expert_metrics()
+    MTPLossLoggingHelper.tracker.clear()  # a loss for each layer, of an earlier case maybe fewer
     p = _pipeline_size(case)
     adapter = None
     if schedule is not None:
@@ -348,10 +350,13 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
     # as Megatron-LM does: another stream on every pipeline rank
     model_parallel_cuda_manual_seed(1 + 100 * parallel_state.get_pipeline_model_parallel_rank())
     redirect_experts()
+    redirect_predictions()
     if case.fused_accumulation:
         install_stand_in_for_fused_accumulation()
     low_precision = case.torch_dtype in (torch.bfloat16, torch.float16)
     options = {k: list(v) if isinstance(v, tuple) else v for k, v in case.options}
+    if varies := bool(case.lengths) or _images_vary_lengths(case):
+        options.setdefault("moe_token_dispatcher_type", "alltoall")  # as Megatron demands
     overlaps = case.all_to_all_overlaps and adapter is not None
     if not overlaps:
         options.pop("ep_overlap_early_attn_memory_release", None)
@@ -372,7 +377,7 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         context_parallel_size=case.context_parallel,
         expert_model_parallel_size=case.expert_parallel,
         mtp_num_layers=case.multi_token or None,
-        variable_seq_lengths=bool(case.lengths),
+        variable_seq_lengths=varies,
         use_cpu_initialization=not case.drawn,
         attention_dropout=case.dropout,
         hidden_dropout=case.dropout,
@@ -447,6 +452,11 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         scale = case.grad_scale
         config.grad_scale_func = lambda loss: loss * scale
     return chunks
+
+
+def _images_vary_lengths(case: GPTCase) -> bool:
+    """Whether microbatches without images are shorter, which LLaVAModel pads up to 0.19 alone."""
+    return bool(case.images) and versions.core_series() > (0, 19)
 
 
 def _multimodal_model(

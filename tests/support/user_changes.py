@@ -221,6 +221,30 @@ def saved_on_the_host(layer: Any) -> None:
     _checkpointed(layer.mlp, run)
 
 
+def kept_in_32_bits(layer: Any) -> None:
+    """Norms and routers stay as they are in a model of 16 bits; Megatron has it after 0.19."""
+    from megatron.core.transformer.module import mark_keep_in_fp32
+
+    for name, weight in layer.named_parameters():
+        if "norm" in name or "router" in name:
+            weight.data = weight.data.float()
+            mark_keep_in_fp32(weight)
+
+
+def read_ahead(layer: Any) -> None:
+    """A weight is read before its module runs, which awaits its gather; Megatron: after 0.19."""
+    from megatron.core.utils import ensure_params_ready
+
+    weight = next(weight for weight in layer.parameters() if weight.dim() == 2)
+
+    def scale(_layer: Any, positional: Any, named: Any) -> Any:
+        ensure_params_ready([weight])
+        scaled = named["hidden_states"] * (1 + weight.detach().float().mean())
+        return positional, named | {"hidden_states": scaled}
+
+    layer.register_forward_pre_hook(scale, with_kwargs=True)
+
+
 # Each with the layers, as they are called in a decoder layer, whose weight gradient B computes.
 CHANGES: dict[str, tuple[Change, set[str]]] = {
     "scaled fc2": (scaled_fc2, {"mlp.linear_fc2"}),
@@ -445,6 +469,7 @@ STATEFUL: dict[str, Change] = {
 }
 """Those whose forwards read what earlier ones of their layer have left."""
 OTHERS |= STATEFUL | {"global counter": global_counter}
+OTHERS |= {"in 32 bits": kept_in_32_bits, "read ahead": read_ahead}
 
 
 def change(chunks: list[Any], names: tuple[str, ...]) -> None:
