@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,22 @@ def test_megatrons_state_is_that_of_forwards_which_run_once(
 ) -> None:
     found = ranks(2).run(differing, case=OF_MEGATRON[what], orders=recomputed(name))
     assert found == [[]] * 2
+
+
+@pytest.mark.parametrize("what", ["global loss", "expert bias"])
+@pytest.mark.parametrize(
+    ("world_size", "more"),
+    [
+        pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor parallel"),
+        pytest.param(2, {"tied": True}, id="tied"),
+    ],
+)
+def test_routers_state_is_that_of_forwards_which_run_once_in_other_models(
+    ranks: RankPools, world_size: int, more: dict[str, Any], what: str
+) -> None:
+    case = replace(OF_MEGATRON[what], **more)
+    found = ranks(world_size).run(differing, case=case, orders=recomputed("v-half"))
+    assert found == [[]] * world_size
 
 
 def buffers_after_steps(case: GPTCase, order: Schedule) -> list[torch.Tensor]:
