@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from changed_by_forwards import runs, values
-from gpt_cases import GPTCase, built, forward_backward, microbatches, run
+from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches, run
 from joined import EXPERTS
+from megatron.core import dist_checkpointing
+from megatron.core.utils import unwrap_model
 from project import ROOT
 from ranks import RankPools
 from recompute_offload import with_recompute_offload
@@ -109,6 +113,70 @@ def test_what_routers_count_is_counted_once(ranks: RankPools) -> None:
         assert any(buffer.any() for buffer in one)
         assert len(one) == len(two)
         assert all(map(torch.equal, one, two))
+
+
+@pytest.mark.parametrize("what", ["global loss", "expert bias"])
+def test_routers_count_the_same_with_a_sharded_output_layer(ranks: RankPools, what: str) -> None:
+    case = OF_MEGATRON[what]
+    whole, sharded = (
+        ranks(2).run(
+            values, case=replace(case, vocabulary=cuts), schedule="v-half", verifies=cuts
+        )
+        for cuts in (False, True)
+    )
+    for one, other in zip(whole, sharded, strict=True):
+        buffers = {path: found for path, (change, found) in one.items() if change.kind == "buffer"}
+        assert any(map(torch.any, buffers.values()))
+        assert all(torch.equal(found, other[path][1]) for path, found in buffers.items())
+
+
+def after_steps(
+    case: GPTCase, order: Schedule, steps: range, folder: Path
+) -> dict[str, torch.Tensor]:
+    """Train from the checkpoint of the first step and save one of the last.
+
+    Returns:
+        Losses, buffers and gradients of this rank.
+    """
+    with built(case, order, M) as (adapter, chunks):
+        assert adapter is not None
+        models = unwrap_model(chunks)
+        if steps.start:
+            states = {f"model{i}": model.sharded_state_dict() for i, model in enumerate(models)}
+            loaded = dist_checkpointing.load(states, str(folder / str(steps.start)))
+            for i, model in enumerate(models):
+                model.load_state_dict(loaded[f"model{i}"], strict=False)
+        for step in steps:
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            data = [microbatches(case, M, step * M) for _ in chunks]
+            records = forward_backward(adapter.forward_backward_func, chunks, data, M)
+        states = {f"model{i}": model.sharded_state_dict() for i, model in enumerate(models)}
+        (folder / str(steps.stop)).mkdir(exist_ok=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save(states, str(folder / str(steps.stop)))
+        losses = {f"loss {i}": torch.as_tensor(r["lm loss"]) for i, r in enumerate(records)}
+        buffers = {
+            f"{i} {name}": buffer.clone()
+            for i, model in enumerate(models)
+            for name, buffer in model.named_buffers()
+        }
+        return {**losses, **buffers, **dict(gradients(chunks))}
+
+
+@pytest.mark.parametrize("what", ["global loss", "expert bias"])
+def test_a_run_resumed_in_the_middle_has_the_state_of_one_run(
+    ranks: RankPools, tmp_path: Path, what: str
+) -> None:
+    kept, other = recomputed("v-half")
+    train = partial(ranks(2).run, after_steps, case=OF_MEGATRON[what])
+    (tmp_path / "whole").mkdir()
+    whole = train(order=kept, steps=range(4), folder=tmp_path / "whole")
+    train(order=other, steps=range(2), folder=tmp_path)
+    resumed = train(order=other, steps=range(2, 4), folder=tmp_path)
+    for expected, found in zip(whole, resumed, strict=True):
+        assert expected.keys() == found.keys()
+        assert [n for n, value in expected.items() if not torch.equal(value, found[n])] == []
 
 
 def labels(case: GPTCase, order: Schedule) -> dict[str, bool]:
