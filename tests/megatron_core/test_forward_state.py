@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from changed_by_forwards import runs, values
+from changed_by_forwards import CASES, runs, values
 from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches, run
 from joined import EXPERTS
 from megatron.core import dist_checkpointing
@@ -209,7 +209,7 @@ def test_the_table_has_what_routers_change(ranks: RankPools) -> None:
         kept = [row[feature] for feature in ("recomputation", "offload", "pairs", "verify")]
         assert "other" not in "/".join(kept), row
     listed = {(row["module"], row["attribute"], row["changed"]) for row in rows}
-    case, schedule, verifies = runs("global_aux_loss")[""]
+    case, schedule, verifies = runs(CASES["global_aux_loss"])[""]
     for of_rank in ranks(2).run(values, case=case, schedule=schedule, verifies=verifies):
         found = {(change.owner, change.name, change.how) for change, _ in of_rank.values()}
         assert ("TopKRouter", "ga_steps", "updated in place") in found
