@@ -86,21 +86,27 @@ def _cases(layers: str, version: tuple[int, int]) -> list[str]:
 
 
 def _table() -> list[str]:
-    """Return the lines of a table of all versions."""
-    rows: dict[tuple[str, ...], list[str]] = {}
+    """Return the lines of a table of all versions; modules that are alike share one."""
+    versions: dict[tuple[str, ...], list[str]] = {}
     for path in sorted(RESULTS.glob("*.csv")):
         with path.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
-                name = f"`{row['module']}.{row['attribute']}`"
                 # models that do not run with a feature say nothing where others do
                 verdict = [row[feature].removesuffix("/refused") for feature in FEATURES]
                 verdict = [found.removeprefix("refused/") or "-" for found in verdict]
-                versions = rows.setdefault((name, row["kind"], row["changed"], *verdict), [])
-                version = path.stem.removesuffix(OF_TE)
-                versions += [version] * (version not in versions)
+                key = (row["attribute"], row["kind"], row["changed"], *verdict, row["module"])
+                found, version = versions.setdefault(key, []), path.stem.removesuffix(OF_TE)
+                found += [version] * (version not in found)
+    modules: dict[tuple[str, ...], list[str]] = {}
+    for (*key, module), found in versions.items():
+        modules.setdefault((*key, ", ".join(found)), []).append(module)
+    rows = [
+        (", ".join(f"`{module}.{name}`" for module in sorted(of)), *rest)
+        for (name, *rest), of in modules.items()
+    ]
     head = ("value", "kind", "changed", *FEATURES, "Megatron-LM")
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    return lines + [f"| {' | '.join([*row, ', '.join(v)])} |" for row, v in sorted(rows.items())]
+    return lines + [f"| {' | '.join(row)} |" for row in sorted(rows)]
 
 
 if __name__ == "__main__":

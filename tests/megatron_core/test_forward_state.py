@@ -119,9 +119,7 @@ def test_what_routers_count_is_counted_once(ranks: RankPools) -> None:
 def test_routers_count_the_same_with_a_sharded_output_layer(ranks: RankPools, what: str) -> None:
     case = OF_MEGATRON[what]
     whole, sharded = (
-        ranks(2).run(
-            values, case=replace(case, vocabulary=cuts), schedule="v-half", verifies=cuts
-        )
+        ranks(2).run(values, case=replace(case, vocabulary=cuts), schedule="v-half", verifies=cuts)
         for cuts in (False, True)
     )
     for one, other in zip(whole, sharded, strict=True):

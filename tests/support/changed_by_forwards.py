@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import forward_state
 from megatron_zb.megatron_core.forward_state import StatePart
+from megatron_zb.megatron_core.refusals import Asked, refusals
 from megatron_zb.runtime.saved_state import StatePlace
 from megatron_zb.schedules import Schedule
 
@@ -121,7 +123,6 @@ CASES_OF_TE = {
     "grouped experts": GPTCase(options=tuple(_GROUPED.items())),
     "fp8 delayed": _in_fp8("delayed"),
     "fp8 tensorwise": _in_fp8("tensorwise"),
-    "fp8 mxfp8": _in_fp8("mxfp8"),
     "fp8 delayed grouped experts": _in_fp8("delayed", *_GROUPED.items()),
 }
 
@@ -164,10 +165,10 @@ _IS_FOLLOWED = forward_state._is_followed
 
 
 def _is_followed_in_te(value: Any, package: str) -> bool:
-    """Return whether an object is looked into: also those of Transformer-Engine in its modules."""
-    if package == "transformer_engine":
-        is_of_te = type(value).__module__.startswith("transformer_engine.pytorch")
-        return is_of_te and hasattr(value, "__dict__") and not isinstance(value, type)
+    """Return whether an object is looked into: also those of Transformer-Engine in modules."""
+    is_of_te = type(value).__module__.startswith("transformer_engine.pytorch")
+    if package in ("megatron", "transformer_engine") and is_of_te:
+        return hasattr(value, "__dict__") and not isinstance(value, type | torch.Tensor)
     return _IS_FOLLOWED(value, package)
 
 
@@ -203,14 +204,18 @@ def _values(case: GPTCase, schedule: str | Schedule, verifies: bool) -> Values:
 
 def _change(model: Any, place: StatePlace) -> Change:
     owner: Any = model
-    *path, name = place.label.split(".")
-    for part in path:
-        owner = getattr(owner, "_modules", {}).get(part) or getattr(owner, part, owner)
+    at, names = owner, list[str]()
+    for name in place.label.split("."):
+        names.append(name)
+        inner = at if isinstance(at, dict) else {**vars(at), **vars(at).get("_modules", {})}
+        at = inner.get(name, {})
+        if at is not place.value and not isinstance(at, dict) and hasattr(at, "__dict__"):
+            owner, names = at, []
     how = "updated in place" if place.is_changed_in_place else "set anew"
     kind = "buffer" if place.is_buffer else _kind(place.value)
     if not place.is_state:
         how = "scratch"
-    return Change(type(owner).__name__, name, kind, how)
+    return Change(type(owner).__name__, ".".join(names), kind, how)
 
 
 def _kind(value: Any) -> str:
@@ -250,7 +255,9 @@ def verdicts(
     case = CASES_OF_TE[name] if of_te else CASES[name]
     run = partial(_run, values_of_te if of_te else values)
     found = {
-        feature: run(pools(2 * case.data_parallel, kind), case=case, schedule=s, verifies=verifies)
+        feature: [refusal] * 2
+        if (refusal := _refusal(case, feature))
+        else run(pools(2 * case.data_parallel, kind), case=case, schedule=s, verifies=verifies)
         for feature, (case, s, verifies) in runs(case).items()
     }
     for features, reference in ((FEATURES, ""), (("pairs",), "bf16")):
@@ -265,6 +272,23 @@ def verdicts(
                         if feature in found and (feature == "pairs") == (reference == "bf16")
                     },
                 )
+
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "recompute": {"pipeline_recompute": "auto"},
+    "offload": {"pipeline_offload": "auto"},
+    "verify": {"pipeline_verify": True},
+}
+
+
+def _refusal(case: GPTCase, feature: str) -> str:
+    """Return why arguments of a training cannot ask for a feature, nothing if they can."""
+    name = {"recomputation": "recompute"}.get(feature, feature)
+    if name not in _FLAGS:
+        return ""
+    asked = Asked(args=SimpleNamespace(**dict(case.options), **_FLAGS[name]), choice="a schedule")
+    found = next(refusals(asked, only=(name,)), None)
+    return "" if found is None else str(found.error)
 
 
 def _run(function: Callable[..., Any], pool: RankPool, **arguments: Any) -> list[Values | str]:
