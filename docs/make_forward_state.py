@@ -86,7 +86,7 @@ def _cases(layers: str, version: tuple[int, int]) -> list[str]:
 
 
 def _table() -> list[str]:
-    """Return the lines of a table of all versions; modules that are alike share one."""
+    """Return the lines of a table of all versions; what is alike shares one."""
     versions: dict[tuple[str, ...], list[str]] = {}
     for path in sorted(RESULTS.glob("*.csv")):
         with path.open(encoding="utf-8", newline="") as file:
@@ -100,11 +100,16 @@ def _table() -> list[str]:
     modules: dict[tuple[str, ...], list[str]] = {}
     for (*key, module), found in versions.items():
         modules.setdefault((*key, ", ".join(found)), []).append(module)
+    names: dict[tuple[str, ...], list[str]] = {}
+    for (name, *rest), of in modules.items():
+        names.setdefault((", ".join(f"`{module}`" for module in sorted(of)), *rest), []).append(
+            name
+        )
     rows = [
-        (", ".join(f"`{module}.{name}`" for module in sorted(of)), *rest)
-        for (name, *rest), of in modules.items()
+        (of, ", ".join(f"`{name}`" for name in sorted(found)), *rest)
+        for (of, *rest), found in names.items()
     ]
-    head = ("value", "kind", "changed", *FEATURES, "Megatron-LM")
+    head = ("module", "value", "kind", "changed", *FEATURES, "Megatron-LM")
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return lines + [f"| {' | '.join(row)} |" for row in sorted(rows)]
 

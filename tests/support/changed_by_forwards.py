@@ -7,6 +7,7 @@ into as well, such as the histories of maxima of fp8.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -202,6 +203,9 @@ def _values(case: GPTCase, schedule: str | Schedule, verifies: bool) -> Values:
     return found
 
 
+_NUMBERED = re.compile(r"(\[|\bweight)\d+")
+
+
 def _change(model: Any, place: StatePlace) -> Change:
     owner: Any = model
     at, names = owner, list[str]()
@@ -215,7 +219,8 @@ def _change(model: Any, place: StatePlace) -> Change:
     kind = "buffer" if place.is_buffer else _kind(place.value)
     if not place.is_state:
         how = "scratch"
-    return Change(type(owner).__name__, ".".join(names), kind, how)
+    name = _NUMBERED.sub(r"\1*", ".".join(names))  # weights of experts, and their quantizers
+    return Change(type(owner).__name__, name, kind, how)
 
 
 def _kind(value: Any) -> str:
