@@ -22,6 +22,7 @@ from changed_by_forwards import (  # noqa: E402
     CASES,
     CASES_OF_TE,
     FEATURES,
+    OF_TE,
     Change,
     verdicts,
 )
@@ -29,8 +30,6 @@ from make_reliability import with_table  # noqa: E402
 from rank_process import Kind  # noqa: E402
 from ranks import RankPool  # noqa: E402
 
-OF_TE = ".transformer-engine"
-"""In names of results of Transformer-Engine's layers."""
 HEAD = ("module", "attribute", "kind", "changed", "models", *FEATURES)
 
 

@@ -12,14 +12,14 @@ from unittest import mock
 
 import pytest
 import torch
-from changed_by_forwards import CASES, runs, values
+from changed_by_forwards import CASES, CASES_OF_TE, OF_TE, runs, values, values_of_te
 from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches, run
 from joined import EXPERTS
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.utils import unwrap_model
 from project import ROOT
-from ranks import RankPools
+from ranks import RankPool, RankPools
 from recompute_offload import with_recompute_offload
 from user_changes import STATEFUL
 
@@ -200,10 +200,10 @@ def test_what_every_forward_sets_anew_is_not_recorded(ranks: RankPools) -> None:
     assert (of_rank[f"{mlp}.latest"], of_rank[f"{mlp}.average"]) == (False, True)
 
 
-def test_the_table_has_what_routers_change(ranks: RankPools) -> None:
-    """The table of docs/forward_state.md, made anew for one model, and none of it lost."""
+def listed(layers: str = "") -> set[tuple[str, str, str]]:
+    """Module, name and kind of change of all rows of the table of docs/forward_state.md."""
     version = ".".join(map(str, versions.core_series()))
-    path = ROOT / "docs" / "results" / "forward_state" / f"{version}.csv"
+    path = ROOT / "docs" / "results" / "forward_state" / f"{version}{layers}.csv"
     if not path.exists():
         pytest.skip(f"the table has no megatron-core {version}")
     with path.open(encoding="utf-8", newline="") as file:
@@ -211,12 +211,24 @@ def test_the_table_has_what_routers_change(ranks: RankPools) -> None:
     for row in rows:
         kept = [row[feature] for feature in ("recomputation", "offload", "pairs", "verify")]
         assert "other" not in "/".join(kept), row
-    listed = {(row["module"], row["attribute"], row["changed"]) for row in rows}
+    return {(row["module"], row["attribute"], row["changed"]) for row in rows}
+
+
+def test_the_table_has_what_routers_change(ranks: RankPools) -> None:
+    """The table, made anew for one model, and none of it lost."""
     case, schedule, verifies = runs(CASES["global_aux_loss"])[""]
     for of_rank in ranks(2).run(values, case=case, schedule=schedule, verifies=verifies):
         found = {(change.owner, change.name, change.how) for change, _ in of_rank.values()}
         assert ("TopKRouter", "ga_steps", "updated in place") in found
-        assert found <= listed
+        assert found <= listed()
+
+
+def test_the_table_has_what_layers_of_transformer_engine_change(te_pool: RankPool) -> None:
+    case, schedule, verifies = runs(CASES_OF_TE["fp8 delayed"])[""]
+    for of_rank in te_pool.run(values_of_te, case=case, schedule=schedule, verifies=verifies):
+        found = {(change.owner, change.name, change.how) for change, _ in of_rank.values()}
+        assert ("DelayedScalingRecipeState", "amax_history", "updated in place") in found
+        assert found <= listed(OF_TE)
 
 
 def refusal_of_first_step(case: GPTCase) -> str:

@@ -126,6 +126,8 @@ CASES_OF_TE = {
     "fp8 tensorwise": _in_fp8("tensorwise"),
     "fp8 delayed grouped experts": _in_fp8("delayed", *_GROUPED.items()),
 }
+OF_TE = ".transformer-engine"
+"""In the names of results of these."""
 
 
 class Change(NamedTuple):
