@@ -97,8 +97,8 @@ def _table() -> list[str]:
                 found, version = versions.setdefault(key, []), path.stem.removesuffix(OF_TE)
                 found += [version] * (version not in found)
     modules: dict[tuple[str, ...], list[str]] = {}
-    for (*key, module), found in versions.items():
-        modules.setdefault((*key, ", ".join(found)), []).append(module)
+    for (*same, module), series in versions.items():
+        modules.setdefault((*same, ", ".join(series)), []).append(module)
     names: dict[tuple[str, ...], list[str]] = {}
     for (name, *rest), of in modules.items():
         names.setdefault((", ".join(f"`{module}`" for module in sorted(of)), *rest), []).append(
