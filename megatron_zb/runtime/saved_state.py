@@ -63,7 +63,8 @@ class StatePlace:
         """Whether this is a tensor that every forward may set before it reads it."""
         value = self.value
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
-        return is_tensor and self.is_read is None and not self.is_changed_in_place
+        is_known = self.is_read is not None or self.is_changed_in_place
+        return is_tensor and not is_known and not _dispatches(value)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -216,6 +217,14 @@ def _same(value: Any) -> Any:
 
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
+
+
+def _dispatches(tensor: torch.Tensor) -> bool:
+    """Return whether a class runs operations in Python, so that no other class can take its place.
+
+    Quantized tensors of Transformer-Engine and DTensor are such.
+    """
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:

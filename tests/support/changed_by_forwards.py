@@ -1,19 +1,26 @@
 """What forwards of Megatron's modules change, and whether a feature leaves it with the same values.
 
-Small models run a few steps on two ranks; nothing is listed by hand.
+Small models run a few steps on two ranks; nothing is listed by hand. Those of Transformer-Engine's
+layers run over stand-ins for its kernels, see te_stand_in.py. Objects of its classes are looked
+into as well, such as the histories of maxima of fp8.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import gpt_cases
 import torch
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from joined import EXPERTS, joined
+from rank_process import Kind
 from ranks import RankFailure, RankPool
 from recompute_offload import with_recompute_offload
 
@@ -21,6 +28,7 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import forward_state
 from megatron_zb.megatron_core.forward_state import StatePart
+from megatron_zb.megatron_core.refusals import Asked, refusals
 from megatron_zb.runtime.saved_state import StatePlace
 from megatron_zb.schedules import Schedule
 
@@ -91,6 +99,36 @@ CASES = {
     ),
 }
 
+_WITHOUT_BIAS = (("add_bias_linear", False),)
+_LATENT_OF_TE = (
+    ("multi_latent_attention", True),
+    ("q_lora_rank", 32),
+    ("kv_lora_rank", 32),
+    ("qk_head_dim", 32),
+    ("qk_pos_emb_head_dim", 32),
+    ("v_head_dim", 64),
+    ("kv_channels", 64),
+    ("rope_type", "rope"),
+)
+_GROUPED = {**EXPERTS, "moe_grouped_gemm": True}
+
+
+def _in_fp8(recipe: str, *options: tuple[str, Any]) -> GPTCase:
+    fp8 = (("fp8", "hybrid"), ("fp8_recipe", recipe))
+    return GPTCase(dtype="bfloat16", fused_accumulation=True, options=(*options, *fp8))
+
+
+CASES_OF_TE = {
+    "dense": GPTCase(fused_accumulation=True),
+    "latent attention": GPTCase(rotary=True, options=(*_LATENT_OF_TE, *_WITHOUT_BIAS)),
+    "grouped experts": GPTCase(options=tuple(_GROUPED.items())),
+    "fp8 delayed": _in_fp8("delayed"),
+    "fp8 tensorwise": _in_fp8("tensorwise"),
+    "fp8 delayed grouped experts": _in_fp8("delayed", *_GROUPED.items()),
+}
+OF_TE = ".transformer-engine"
+"""In the names of results of these."""
+
 
 class Change(NamedTuple):
     """A value that forwards change: whose, of what kind, and how."""
@@ -111,6 +149,30 @@ def values(case: GPTCase, schedule: str | Schedule, verifies: bool = False) -> V
         return _values(case, schedule, verifies)
     except (UsageError, NotImplementedError) as error:
         return str(error)
+
+
+def values_of_te(case: GPTCase, schedule: str | Schedule, verifies: bool = False) -> Values | str:
+    """Return what forwards of Transformer-Engine's layers change, or the refusal of the case."""
+    from te_models import layers_of_te
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+    with (
+        patch.object(gpt_cases, "_specification", layers_of_te),
+        patch.object(forward_state, "_is_followed", _is_followed_in_te),
+    ):
+        return values(case, schedule, verifies)
+
+
+_IS_FOLLOWED = forward_state._is_followed
+
+
+def _is_followed_in_te(value: Any, package: str) -> bool:
+    """Return whether an object is looked into: also those of Transformer-Engine in modules."""
+    is_of_te = type(value).__module__.startswith("transformer_engine.pytorch")
+    if package in ("megatron", "transformer_engine") and is_of_te:
+        return hasattr(value, "__dict__") and not isinstance(value, type | torch.Tensor)
+    return _IS_FOLLOWED(value, package)
 
 
 def _values(case: GPTCase, schedule: str | Schedule, verifies: bool) -> Values:
@@ -143,15 +205,23 @@ def _values(case: GPTCase, schedule: str | Schedule, verifies: bool) -> Values:
     return found
 
 
+_NUMBERED = re.compile(r"(\[|\bweight)\d+")
+
+
 def _change(model: Any, place: StatePlace) -> Change:
     owner: Any = model
-    *path, name = place.label.split(".")
-    for part in path:
-        owner = getattr(owner, "_modules", {}).get(part) or getattr(owner, part, owner)
+    at, names = owner, list[str]()
+    for name in place.label.split("."):
+        names.append(name)
+        inner = at if isinstance(at, dict) else {**vars(at), **vars(at).get("_modules", {})}
+        at = inner.get(name, {})
+        if at is not place.value and not isinstance(at, dict) and hasattr(at, "__dict__"):
+            owner, names = at, []
     how = "updated in place" if place.is_changed_in_place else "set anew"
     kind = "buffer" if place.is_buffer else _kind(place.value)
     if not place.is_state:
         how = "scratch"
+    name = _NUMBERED.sub(r"\1*", ".".join(names))  # weights of experts, and their quantizers
     return Change(type(owner).__name__, name, kind, how)
 
 
@@ -167,9 +237,8 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str | tuple) else type(value).__name__
 
 
-def runs(name: str) -> dict[str, tuple[GPTCase, str | Schedule, bool]]:
+def runs(case: GPTCase) -> dict[str, tuple[GPTCase, str | Schedule, bool]]:
     """Return the runs of a case: without a feature, and with each that there is for it."""
-    case = CASES[name]
     kept = schedules.build("v-half", pipeline_size=2, num_microbatches=M)
     found: dict[str, tuple[GPTCase, str | Schedule, bool]] = {
         "": (case, kept, False),
@@ -186,12 +255,17 @@ def runs(name: str) -> dict[str, tuple[GPTCase, str | Schedule, bool]]:
 
 
 def verdicts(
-    pools: Callable[[int], RankPool], name: str
+    pools: Callable[[int, Kind], RankPool], name: str, kind: Kind = Kind.HOSTILE
 ) -> Iterator[tuple[Change, dict[str, str]]]:
     """Return each change of a case with what each feature leaves: equal or other values."""
+    of_te = kind is Kind.TRANSFORMER_ENGINE
+    case = CASES_OF_TE[name] if of_te else CASES[name]
+    run = partial(_run, values_of_te if of_te else values)
     found = {
-        feature: _run(pools(2 * case.data_parallel), case=case, schedule=s, verifies=verifies)
-        for feature, (case, s, verifies) in runs(name).items()
+        feature: [refusal] * 2
+        if (refusal := _refusal(case, feature))
+        else run(pools(2 * case.data_parallel, kind), case=case, schedule=s, verifies=verifies)
+        for feature, (case, s, verifies) in runs(case).items()
     }
     for features, reference in ((FEATURES, ""), (("pairs",), "bf16")):
         for rank, usual in enumerate(found.get(reference, [])):
@@ -207,10 +281,27 @@ def verdicts(
                 )
 
 
-def _run(pool: RankPool, **arguments: Any) -> list[Values | str]:
+_FLAGS: dict[str, dict[str, Any]] = {
+    "recompute": {"pipeline_recompute": "auto"},
+    "offload": {"pipeline_offload": "auto"},
+    "verify": {"pipeline_verify": True},
+}
+
+
+def _refusal(case: GPTCase, feature: str) -> str:
+    """Return why arguments of a training cannot ask for a feature, nothing if they can."""
+    name = {"recomputation": "recompute"}.get(feature, feature)
+    if name not in _FLAGS:
+        return ""
+    asked = Asked(args=SimpleNamespace(**dict(case.options), **_FLAGS[name]), choice="a schedule")
+    found = next(refusals(asked, only=(name,)), None)
+    return "" if found is None else str(found.error)
+
+
+def _run(function: Callable[..., Any], pool: RankPool, **arguments: Any) -> list[Values | str]:
     """Return what each rank has found, or the error that has ended the run."""
     try:
-        results: list[Values | str] = pool.run(values, timeout=60.0, **arguments)
+        results: list[Values | str] = pool.run(function, timeout=60.0, **arguments)
     except RankFailure as error:
         line = str(error).partition("\n")[0]
         print(f"{arguments['case']}: {line}", file=sys.stderr)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from linked_checkouts import EXTERNAL_DATA
+
 from fuzzing.space import OURS, UPSTREAM, Combination, Space
 
 ITERATIONS = 4
 _CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-h2": 1, "zb-1p": 1, "zb-2p": 1, "wave": 4}
-EXTERNAL_DATA = "external_data.py"
-"""A script that checkouts do not have."""
 _PLACEHOLDER = re.compile(r"<(\w+)>")
 
 

@@ -13,9 +13,10 @@ from enum import Enum
 from pathlib import Path
 
 from jobs import Ended, try_job
+from linked_checkouts import EXTERNAL_DATA, with_script
 from rank_process import Kind
 
-from fuzzing.command import EXTERNAL_DATA, Commands, commands_of, under_another
+from fuzzing.command import Commands, commands_of, under_another
 from fuzzing.comparison import compare, logged
 from fuzzing.space import Combination, Space
 
@@ -240,13 +241,7 @@ class _Run:
         """The checkout, or one with links to it that also has the script of this project."""
         if script != EXTERNAL_DATA:
             return self._bench.checkout
-        linked = self._folder / "checkout"
-        if not linked.exists():
-            linked.mkdir()
-            for entry in self._bench.checkout.iterdir():
-                (linked / entry.name).symlink_to(entry)
-            shutil.copy(Path(__file__).resolve().parents[1] / script, linked)
-        return linked
+        return with_script(self._bench.checkout, script, self._folder)
 
     def _job(self, commands: Commands, words: Sequence[str]) -> Ended:
         script = str(self._checkout(commands.script) / commands.script)
