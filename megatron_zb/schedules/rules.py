@@ -100,6 +100,11 @@ class Rules:
         """Return the units of a row that a rank has, in the order in which it runs them."""
         return units
 
+    @property
+    def units_at_once(self) -> int:
+        """Units of a stage that F must have run before the first B: those of one microbatch."""
+        return 1
+
     def unit_name(self, kind: PassKind) -> str:
         """Name the unit that a pass of a kind works on."""
         return "microbatch"

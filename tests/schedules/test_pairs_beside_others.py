@@ -23,7 +23,7 @@ from megatron_zb.schedules.search import kernels, paired_recompute, placement_se
 from megatron_zb.schedules.search.hill_climbing import Effort
 from megatron_zb.schedules.search.paired_recompute import search_paired_recompute
 from megatron_zb.schedules.search.place_w import GapFiller
-from megatron_zb.schedules.search.runner import Problem
+from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.simulator import simulate
 
 F, B, W, R, M, K = map(PassKind, "FBWRMK")

@@ -27,7 +27,8 @@ from megatron_zb.schedules.request import LimitTooSmall
 from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.kernels import Plain
 from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
-from megatron_zb.schedules.search.runner import Problem, Runner
+from megatron_zb.schedules.search.problem import Problem
+from megatron_zb.schedules.search.runner import Runner
 from megatron_zb.schedules.sliced_families import sliced_bound
 from megatron_zb.schedules.slices import Slicing, least_tokens, slicing_of
 

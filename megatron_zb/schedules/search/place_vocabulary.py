@@ -30,7 +30,8 @@ from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.pair_search import search_pairs
 from megatron_zb.schedules.search.place_w import GapFiller, fuse_for_free
 from megatron_zb.schedules.search.placement_search import NAMED_SECONDS
-from megatron_zb.schedules.search.runner import PAIRS, SINGLE, Problem, effort_of
+from megatron_zb.schedules.search.problem import Problem
+from megatron_zb.schedules.search.runner import PAIRS, SINGLE, effort_of
 from megatron_zb.schedules.simulator import Timeline, simulate
 from megatron_zb.schedules.stage_costs import StageCosts
 

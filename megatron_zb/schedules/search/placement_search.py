@@ -22,13 +22,13 @@ from megatron_zb.schedules.search.place_offload import (
     with_recomputed,
 )
 from megatron_zb.schedules.search.place_w import fuse_for_free, split_all
+from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.search.runner import (
     PAIRS,
     RECOMPUTE,
     RESTARTS,
     SINGLE,
     Effort,
-    Problem,
     effort_of,
 )
 from megatron_zb.schedules.simulator import Timeline, simulate
