@@ -936,13 +936,13 @@ class Gaps(NamedTuple):
     """Passes of a gap filler as numbers, coded ``row * m + microbatch``.
 
     The rows are F of each stage, then B, W, one P, and O and V of each rank; those of shards count
-    only if ``vocabulary_parallel``. With ``split``, every B is followed by a W. ``end`` is the rank
+    only if ``vocabulary_parallel``. With ``split``, B may be followed by a W. ``end`` is the rank
     of the last stage and ``holders[r]`` is 1 for a rank with a shard. By row is the rank; by code
     are the seconds, the memory that the pass takes, or frees if negative, and the ``latency`` of
     its output. ``leads[r * width + k]`` is the code of the k-th F or B of rank r, of
     ``num_leads[r]``. ``partner`` is by code of F the backward that it is paired with, which is the
-    next lead, or -1, and ``of_pair`` the seconds of both. ``turn_of[j]`` is the turn of the B that
-    reads P of j.
+    next lead, or -1, and ``of_pair`` the seconds of both. ``weight[s * m + j]`` is the code of W of
+    unit j on stage s, -1 if it has none.
     """
 
     num_microbatches: int
@@ -958,7 +958,7 @@ class Gaps(NamedTuple):
     limit: Any
     leads: Any
     num_leads: Any
-    turn_of: Any
+    weight: Any
     partner: Any
     of_pair: Any
 
@@ -1105,15 +1105,16 @@ def hand_on(gaps: Gaps, space: GapSpace, events: Any, code: int, rank: int, end:
                 ready[outputs + holder * m + j] = at
                 heappush(events, (at, holder))
     elif stages <= row < 2 * stages:
-        if gaps.split:
-            space.pending[rank * width + counts[2 * ranks + rank]] = code + stages * m
+        weight = gaps.weight[code - stages * m] if gaps.split else -1
+        if weight >= 0:
+            space.pending[rank * width + counts[2 * ranks + rank]] = weight
             counts[2 * ranks + rank] += 1
         if row > stages:
             ready[code - m] = arrival
             heappush(events, (arrival, gaps.rank[row - 1]))
     elif row == 3 * stages:
         counts[8 * ranks] += 1
-        ready[(2 * stages - 1) * m + gaps.turn_of[j]] = end
+        ready[(2 * stages - 1) * m + j] = end
         heappush(events, (end, gaps.end))
         for holder in range(ranks):
             if gaps.holders[holder]:

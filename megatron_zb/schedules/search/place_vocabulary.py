@@ -23,7 +23,12 @@ from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
-from megatron_zb.schedules.rules import EmbeddingRules, PredictionRules, VocabularyRules
+from megatron_zb.schedules.rules import (
+    EmbeddingRules,
+    PredictionRules,
+    TrainingRules,
+    VocabularyRules,
+)
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.hill_climbing import search
 from megatron_zb.schedules.search.kernels import engine
@@ -46,17 +51,18 @@ passes, the first stage's rank first and then the others."""
 def with_embedding(schedule: Schedule, costs: Costs) -> Schedule:
     """Return a schedule of a vocabulary-parallel output layer with the passes of the embedding."""
     rules = schedule.rules
-    assert isinstance(rules, VocabularyRules) and costs.vocabulary is not None
+    assert isinstance(rules, TrainingRules) and costs.vocabulary is not None
     timeline = simulate(schedule, costs)
     ranks = tuple(
         _merged(schedule.ranks[rank], timeline.start[rank], _additions(timeline, rank))
         for rank in range(len(schedule.ranks))
     )
     if not costs.vocabulary.predicts:
-        return replace(schedule, ranks=ranks, rules=EmbeddingRules(rules.holders))
+        embedding = EmbeddingRules(rules.shard_ranks)
+        return replace(schedule, ranks=ranks, rules=rules.over(embedding))
     last = schedule.placement.num_stages - 1
     ranks = tuple(tuple(_handing_on(rank, last, schedule.pairs)) for rank in ranks)
-    return replace(schedule, ranks=ranks, rules=PredictionRules(rules.holders))
+    return replace(schedule, ranks=ranks, rules=rules.over(PredictionRules(rules.shard_ranks)))
 
 
 def _handing_on(order: Sequence[Pass], last: int, pairs: frozenset[Pass]) -> Iterator[Pass]:
@@ -77,7 +83,6 @@ def _additions(timeline: Timeline, rank: int) -> list[tuple[float, Pass]]:
     """Return E and G of a rank with the seconds at which they are due, in order."""
     schedule, costs = timeline.schedule, timeline.costs
     placement, rules = schedule.placement, schedule.rules
-    assert isinstance(rules, VocabularyRules)
     start, shard = placement.rank_of[0], placement.num_stages + rank
     longest = max(costs.duration(p) for order in schedule.ranks for p in order)
     assert costs.shards is not None
@@ -87,10 +92,10 @@ def _additions(timeline: Timeline, rank: int) -> list[tuple[float, Pass]]:
     for p, begin, end in times:
         if p.stage != 0:
             continue
-        if p.kind is PassKind.F and (rank == start or rank in rules.holders):
+        if p.kind is PassKind.F and (rank == start or rank in rules.shard_ranks):
             ahead = _TURNS * turn if rank == start else (_TURNS - 1) * turn
             found.append((begin - ahead, Pass(PassKind.E, shard, p.microbatch)))
-        elif p.kind in (PassKind.B, PassKind.BW) and rank in rules.holders:
+        elif p.kind in (PassKind.B, PassKind.BW) and rank in rules.shard_ranks:
             arrival = end if rank == start else end + costs.shards.from_first + _TURNS * turn
             found.append((arrival, Pass(PassKind.G, shard, p.microbatch)))
     return sorted(found, key=lambda at: at[0])
@@ -179,18 +184,19 @@ def search_with_vocabulary(
     shards = costs.shards
     assert shards is not None, "the costs have no vocabulary"
     limit = request.limits(placement, peak_microbatches)
-    smallest = Problem(placement, request.num_microbatches, costs, limit).smallest_limit
+    problem = Problem(placement, request.num_microbatches, costs, limit, rules=request.rules)
     ranks = range(placement.pipeline_size)
-    needed = [smallest(rank) + _ROOM * shards.held[rank] for rank in ranks]
+    needed = [problem.smallest_limit(rank) + _ROOM * shards.held[rank] for rank in ranks]
     request.check_feasible(name, placement, limit, needed)
-    left = [most - _ROOM * held for most, held in zip(limit, shards.held, strict=True)]
+    left = tuple(most - _ROOM * held for most, held in zip(limit, shards.held, strict=True))
+    problem = replace(problem, limit=left)
     orders = _orders(placement, costs, request, left, split=split)
-    filled = [each for order in orders for each in _filled(placement, order, costs, left, request)]
+    filled = [each for order in orders for each in _filled(problem, order, request)]
     fastest = min(seconds for seconds, _, _ in filled)
     fitting = [(passes(), pairs) for seconds, passes, pairs in filled if seconds == fastest]
     best, pairs = min(fitting, key=lambda it: it[0])
     holders = tuple(r for r in ranks if shards.output[r] > 0 or sum(shards.output) == 0)
-    rules = VocabularyRules(holders)
+    rules = request.rules.over(VocabularyRules(holders))
     m = request.num_microbatches
     schedule = Schedule(name, placement, m, best, rules=rules, pairs=pairs)
     return fuse_for_free(schedule, request.costs) if split else schedule
@@ -204,18 +210,12 @@ class _Filled(NamedTuple):
     pairs: frozenset[Pass]
 
 
-def _filled(
-    placement: Placement,
-    order: Schedule,
-    costs: StageCosts,
-    limit: Sequence[float],
-    request: Request,
-) -> Iterator[_Filled]:
+def _filled(problem: Problem, order: Schedule, request: Request) -> Iterator[_Filled]:
     """Yield an order of F, B and W whose gaps are filled more or less eagerly."""
     leads = [[p for p in rank if p.kind is not PassKind.W] for rank in order.ranks]
     runs = len(_CHOICES.folded) * len(_CHOICES.eagerness) ** 2
     make = engine(runs * sum(map(len, leads)))
-    filler = GapFiller(placement, leads, costs, limit, make, order.pairs)
+    filler = GapFiller(problem, leads, make, order.pairs)
     for of_weights, of_shards in product(_CHOICES.eagerness, repeat=2):
         filled = filler.fill(of_weights, of_shards, _ROOM)
         if filled is not None:
@@ -239,10 +239,11 @@ def _orders(
     for share in _CHOICES.folded:
         folded = _folded(placement, costs, share)
         within = usable_limit(placement, m, folded, limit)
-        problem = Problem(placement, m, folded, within, split, turn=_turn(costs))
+        turn = _turn(costs)
+        problem = Problem(placement, m, folded, within, split, turn=turn, rules=request.rules)
         bound = lower_bound(placement, m, folded, within)
         found = search(problem, effort_of(problem, _SECONDS, SINGLE), bound)
-        alone = Schedule("alone", placement, m, found.ranks)
+        alone = Schedule("alone", placement, m, found.ranks, rules=request.rules)
         yield alone
         if folded.communicates:
             effort = effort_of(problem, _PAIR_SECONDS, PAIRS)

@@ -103,26 +103,27 @@ def search_placement(
     m = request.num_microbatches
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
     tail_seconds = _tail_seconds(placement, table) if request.back_to_back else ()
-    problem = Problem(placement, m, table, limit, split, tail_seconds)
+    problem = Problem(placement, m, table, limit, split, tail_seconds, rules=request.rules)
     ranks = range(placement.pipeline_size)
     request.check_feasible(name, placement, limit, [problem.smallest_limit(r) for r in ranks])
     timed = [(s.ranks, simulate(s, request.costs)) for s in known]
 
     def at(limit: tuple[float, ...], tail: tuple[float, ...] = tail_seconds) -> Found:
-        problem = Problem(placement, m, table, limit, split, tail)
+        problem = Problem(placement, m, table, limit, split, tail, rules=request.rules)
         fitting = [ranks for ranks, timeline in timed if keeps(timeline.peak_memory, limit)]
         effort, further = effort_of(problem, seconds, SINGLE, most), _restarts(problem, restarting)
         return search(problem, effort, _bound(problem), fitting, further=further)
 
     def period(found: Found) -> float:
-        return simulate(Schedule(name, placement, m, found.ranks), request.costs).period
+        order = Schedule(name, placement, m, found.ranks, rules=request.rules)
+        return simulate(order, request.costs).period
 
     found = at(limit)
     if thorough and problem.num_passes <= _SMALL:
         found = _or_below(found, problem, at)
     if request.back_to_back:  # the search is luck in part: never worse than what is found for one
         found = min((found, at(limit, ())), key=period)
-    schedule = Schedule(name, placement, m, found.ranks)
+    schedule = Schedule(name, placement, m, found.ranks, rules=request.rules)
     if split:
         schedule = fuse_for_free(schedule, request.costs)
     if not table.communicates:
@@ -155,7 +156,7 @@ def with_pairs(
     table = request.costs.for_placement(placement)
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
     tail_seconds = _tail_seconds(placement, table) if request.back_to_back else ()
-    problem = Problem(placement, m, table, limit, split, tail_seconds)
+    problem = Problem(placement, m, table, limit, split, tail_seconds, rules=request.rules)
     effort = effort_of(problem, seconds, PAIRS)
     found = search_pairs(name, problem, effort, _bound(problem), known)
     if split:
@@ -182,7 +183,7 @@ def with_recompute_or_offload(
     """
     table, m = request.costs.for_placement(placement), request.num_microbatches
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
-    problem = Problem(placement, m, table, limit)
+    problem = Problem(placement, m, table, limit, rules=request.rules)
     ranks = range(placement.pipeline_size)
     smallest = [recompute_search.smallest_limit(problem, rank) for rank in ranks]
     request.check_feasible(name, placement, limit, smallest)

@@ -98,7 +98,7 @@ class Codes:
         self.number = {row: i for i, row in enumerate(self.rows)}
         ends = [self.first[(i + 1) * len(stages)] for i in range(len(kinds))]
         self.forwards, self.backwards, self.weights = ends[0], ends[1], ends[-1]
-        self.split = split
+        self.split, self._rules = split, rules
 
     def of(self, kind: PassKind, stage: int, unit: int) -> int:
         """Return the code of a pass; that of a B is also that of a BW."""
@@ -121,8 +121,12 @@ class Codes:
     @cached_property
     def passes(self) -> list[Pass]:
         """Passes by code, with the R of all units behind those of W."""
-        rows = zip(self.rows, self.turns, strict=True)
-        found = [Pass(*row, unit) for row, turns in rows for unit in turns]
+        found = []
+        for (kind, stage), turns in zip(self.rows, self.turns, strict=True):
+            for unit in turns:
+                found.append(
+                    Pass(self._rules.backward_of(unit) if kind is _BW else kind, stage, unit)
+                )
         return found + [p._replace(kind=_R) for p in found[: self.forwards]]
 
 
