@@ -40,8 +40,11 @@ class Graph(NamedTuple):
 
     ``place[r]`` is the first place of rank r in an order. ``leads[lead_first[r] + i]`` are the rows
     that rank r chooses from, beside W; ``stage[row]`` is that of a row. ``limit[r]`` is the memory
-    of rank r, ``work[r]`` the seconds of all its passes; ``tail_seconds[r]`` follow its last pass
-    before it counts as done.
+    of rank r, of which F, B and W may fill ``room[r]``; ``work[r]`` are the seconds of all its
+    passes; ``tail_seconds[r]`` follow its last pass before it counts as done.
+
+    Passes of a vocabulary-parallel output layer have the codes from ``weights`` on, and their
+    inputs are :class:`Edges`.
     """
 
     pipeline_size: int
@@ -68,8 +71,27 @@ class Graph(NamedTuple):
     leads: Any
     lead_first: Any
     limit: Any
+    room: Any
     work: Any
     tail_seconds: Any
+
+
+class Edges(NamedTuple):
+    """Inputs of passes that have several, or whose output several passes read.
+
+    Beside ``maker`` and ``reader`` of a :class:`Graph`. The outputs of ``code`` are
+    ``out_node[out_first[code]:out_first[code + 1]]``, each after the seconds ``out_lag``; its
+    inputs from other cells likewise. ``missing`` is the number of inputs of each pass, with those
+    of its own cell.
+    """
+
+    missing: Any
+    in_first: Any
+    in_node: Any
+    in_lag: Any
+    out_first: Any
+    out_node: Any
+    out_lag: Any
 
 
 class Priorities(NamedTuple):
@@ -98,9 +120,14 @@ class GreedySpace(NamedTuple):
 
     ``pending[place[r] + i]`` is the i-th W of rank r that was ready; it has run those before
     ``oldest[r]``, and ``newest[r]`` were ready in all. ``upcoming`` is the next pass of each row.
+    ``missing`` counts the inputs of a pass that have not been made; ``touched[r]`` is 1 for a rank
+    that has to choose anew.
     """
 
     ready: Any
+    arrival: Any
+    missing: Any
+    touched: Any
     pending: Any
     upcoming: Any
     in_flight: Any
@@ -184,6 +211,7 @@ class PairPriorities(NamedTuple):
 
 def run_list_scheduler(
     graph: Graph,
+    edges: Edges | None,
     pair_costs: PairCosts | None,
     priorities: Priorities,
     pair_priorities: PairPriorities,
@@ -201,12 +229,15 @@ def run_list_scheduler(
     choice_start, clock, left = space.choice_start, space.clock, space.left
     seconds, tail_seconds = graph.seconds, graph.tail_seconds
     bound = priorities.bound * (1.0 + _ROUNDING)
-    reset(graph, pair_costs, space, paired)
+    reset(graph, edges, pair_costs, space, paired)
     done, makespan = 0, 0.0
     second, third = -1, -1  # readers, beside the rank itself
     rank = -1
     while done < total:
-        for turn in range(p if rank < 0 else 3):
+        turns = p if rank < 0 else 3
+        if edges is not None:
+            turns = p
+        for turn in range(turns):
             if rank < 0:
                 r = turn
             elif turn == 0:
@@ -215,6 +246,8 @@ def run_list_scheduler(
                 r = second if second != rank else -1
             else:
                 r = third if third != rank and third != second else -1
+            if edges is not None:
+                r = turn if space.touched[turn] == 1 else -1
             if r >= 0:
                 choose_action(graph, pair_costs, priorities, pair_priorities, space, r)
         rank = -1
@@ -237,19 +270,36 @@ def run_list_scheduler(
             left[rank] -= end - earliest
             if end + left[rank] + tail_seconds[rank] > bound:
                 return INFINITY
-        second = hand_over(graph, space, order, rank, code, end)
-        third = hand_over(graph, space, order, rank, other, end) if other >= 0 else -1
+        if edges is not None:
+            for r in range(p):
+                space.touched[r] = 0
+            space.touched[rank] = 1
+            hand_out(graph, edges, space, code, end)
+        second = hand_over(graph, edges, space, order, rank, code, end)
+        third = hand_over(graph, edges, space, order, rank, other, end) if other >= 0 else -1
         done += 1 if other < 0 else 2
         makespan = max(makespan, end + tail_seconds[rank])
     return makespan
 
 
-def reset(graph: Graph, pair_costs: PairCosts | None, space: GreedySpace, paired: Any) -> None:
+def reset(
+    graph: Graph,
+    edges: Edges | None,
+    pair_costs: PairCosts | None,
+    space: GreedySpace,
+    paired: Any,
+) -> None:
     """Prepare the space for a run: only the F of the first stage have their inputs."""
     for code in range(graph.forwards):
         space.ready[code] = 0.0 if graph.maker[code] < 0 else INFINITY
-    for code in range(graph.forwards, graph.backwards):
+    for code in range(graph.forwards, len(space.ready)):
         space.ready[code] = INFINITY
+    if edges is not None:
+        for code in range(len(space.ready)):
+            space.arrival[code] = 0.0
+            space.missing[code] = edges.missing[code]
+        for r in range(graph.pipeline_size):
+            space.touched[r] = 1
     if pair_costs is not None:
         for code in range(graph.forwards):
             paired[code] = 0
@@ -280,7 +330,7 @@ def choose_action(
     Among equal scores the first one wins.
     """
     chunks, first, cell = graph.chunks, graph.first, graph.cell
-    seconds, memory, limit = graph.seconds, graph.memory, graph.limit
+    seconds, memory, room = graph.seconds, graph.memory, graph.room
     upcoming, ready_at = space.upcoming, space.ready
     base = graph.lead_first[r]
     leads = graph.lead_first[r + 1] - base
@@ -305,12 +355,16 @@ def choose_action(
             at = graph.stage[row]
             if space.in_flight[at] + graph.flight[code] > priorities.quota[at]:
                 continue
-            if space.held[r] + memory[code] > limit[r]:
+            if space.held[r] + memory[code] > room[r]:
                 if waiting == 0:
                     continue
                 # room only once the oldest W has run
                 oldest = space.pending[graph.place[r] + space.oldest[r]]
                 after, makes_room = now + seconds[oldest], True
+        elif code >= graph.weights:  # of a shard, whose logits are held for so many microbatches
+            at = graph.stage[row]
+            if space.in_flight[at] + graph.flight[code] > priorities.quota[at]:
+                continue
         start = ready if ready > after else after
         own = score_of(priorities, base + i, ready - now, late)
         if start + own < best:
@@ -378,12 +432,32 @@ def take_action(
     return code, other
 
 
-def hand_over(graph: Graph, space: GreedySpace, order: Any, r: int, code: int, end: float) -> int:
+def hand_out(graph: Graph, edges: Edges, space: GreedySpace, code: int, end: float) -> None:
+    """Publish the output of a pass along its edges, and mark the ranks of what is ready now."""
+    for i in range(edges.out_first[code], edges.out_first[code + 1]):
+        reader = edges.out_node[i]
+        space.arrival[reader] = max(space.arrival[reader], end + edges.out_lag[i])
+        space.missing[reader] -= 1
+        if space.missing[reader] == 0:
+            space.ready[reader] = space.arrival[reader]
+            space.touched[graph.rank[reader]] = 1
+
+
+def hand_over(
+    graph: Graph,
+    edges: Edges | None,
+    space: GreedySpace,
+    order: Any,
+    r: int,
+    code: int,
+    end: float,
+) -> int:
     """Put a pass that ends then into the order; return the rank that reads its output, or -1."""
     order[space.placed[r]] = code
     space.placed[r] += 1
-    space.held[r] += graph.memory[code]
-    if code < graph.backwards:
+    if code < graph.weights:
+        space.held[r] += graph.memory[code]
+    if code < graph.backwards or code >= graph.weights:
         space.in_flight[graph.stage[graph.row[code]]] += graph.flight[code]
     if graph.split:
         weight = graph.weight[code]
@@ -394,6 +468,8 @@ def hand_over(graph: Graph, space: GreedySpace, order: Any, r: int, code: int, e
     if following < 0:
         return -1
     space.ready[following] = end + graph.latency[following]
+    if edges is not None:
+        space.touched[graph.rank[following]] = 1
     return graph.rank[following]
 
 
@@ -422,6 +498,7 @@ def hidden_seconds(graph: Graph, pair_costs: PairCosts, forward: int, backward: 
 
 def local_search(
     graph: Graph,
+    edges: Edges | None,
     pair_costs: PairCosts | None,
     moves: Moves,
     space: ReplaySpace,
@@ -449,7 +526,7 @@ def local_search(
     path = 0
     for step in range(steps + 1):
         done, makespan, sum_of_ends, final = replay(
-            graph, pair_costs, space, recompute, order, flags
+            graph, edges, pair_costs, space, recompute, order, flags
         )
         allowed = moves.threshold * (1.0 - step / steps) if steps > 0 else 0.0
         value = makespan + moves.mean_weight * sum_of_ends / total
@@ -510,6 +587,7 @@ def restore(graph: Graph, space: ReplaySpace, order: Any, flags: Any) -> None:
 
 def replay(
     graph: Graph,
+    edges: Edges | None,
     pair_costs: PairCosts | None,
     space: ReplaySpace,
     recompute: RecomputeCosts | None,
@@ -556,6 +634,19 @@ def replay(
                 if end[need] + latency[code] > start:
                     start = end[need] + latency[code]
                     reason = need
+            if edges is not None:
+                missing = -1
+                for k in range(edges.in_first[code], edges.in_first[code + 1]):
+                    need = edges.in_node[k]
+                    if end[need] < 0.0:
+                        missing = need
+                        break
+                    if end[need] + edges.in_lag[k] > start:
+                        start = end[need] + edges.in_lag[k]
+                        reason = need
+                if missing >= 0:
+                    waiting[r] = missing
+                    break
             other = -1
             if pair_costs is not None:
                 if is_paired(graph, code, flags):  # a pair waits for the inputs of both
@@ -599,6 +690,13 @@ def replay(
                         waiting[q] = -1
                         stack[depth] = q
                         depth += 1
+                if edges is not None:
+                    for k in range(edges.out_first[code], edges.out_first[code + 1]):
+                        q = rank_of[edges.out_node[k]]
+                        if q != r and waiting[q] == code:
+                            waiting[q] = -1
+                            stack[depth] = q
+                            depth += 1
                 code, other = other, -1
         position[r] = i
     return done, makespan, sum_of_ends, final

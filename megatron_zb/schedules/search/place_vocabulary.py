@@ -34,7 +34,7 @@ from megatron_zb.schedules.search.hill_climbing import search
 from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.pair_search import search_pairs
 from megatron_zb.schedules.search.place_w import GapFiller, fuse_for_free
-from megatron_zb.schedules.search.placement_search import NAMED_SECONDS
+from megatron_zb.schedules.search.placement_search import NAMED_SECONDS, tail_seconds
 from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.search.runner import PAIRS, SINGLE, effort_of
 from megatron_zb.schedules.simulator import Timeline, simulate
@@ -199,7 +199,31 @@ def search_with_vocabulary(
     rules = request.rules.over(VocabularyRules(holders))
     m = request.num_microbatches
     schedule = Schedule(name, placement, m, best, rules=rules, pairs=pairs)
+    if not pairs:
+        schedule = _searched(schedule, problem, request, split=split)
     return fuse_for_free(schedule, request.costs) if split else schedule
+
+
+def _searched(known: Schedule, problem: Problem, request: Request, *, split: bool) -> Schedule:
+    """Return the fastest order that a search finds in which O, P and V are passes as others are.
+
+    Args:
+        known: an order within the limit, which takes part.
+        problem: of F, B and W, with room for the logits of a unit beside its limit.
+        request: what is asked for.
+        split: whether W is a pass.
+    """
+    assert isinstance(known.rules, TrainingRules)
+    tail = tail_seconds(problem.placement, problem.costs) if request.back_to_back else ()
+    within = usable_limit(problem.placement, problem.num_microbatches, problem.costs, problem.limit)
+    whole = replace(problem, limit=within, split=split, tail_seconds=tail)
+    whole = replace(whole, rules=known.rules, logits=_ROOM)
+    sizes = whole.placement, whole.num_microbatches, whole.costs, within
+    effort = effort_of(whole, _SECONDS, SINGLE)
+    found = search(whole, effort, lower_bound(*sizes), [known.ranks])
+    order = replace(known, ranks=found.ranks)
+    timed = [(request.seconds(simulate(it, request.costs)), it) for it in (known, order)]
+    return min(timed, key=lambda it: it[0])[1]
 
 
 class _Filled(NamedTuple):

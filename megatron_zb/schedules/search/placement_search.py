@@ -102,13 +102,13 @@ def search_placement(
     table = request.costs.for_placement(placement)
     m = request.num_microbatches
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
-    tail_seconds = _tail_seconds(placement, table) if request.back_to_back else ()
-    problem = Problem(placement, m, table, limit, split, tail_seconds, rules=request.rules)
+    tail = tail_seconds(placement, table) if request.back_to_back else ()
+    problem = Problem(placement, m, table, limit, split, tail, rules=request.rules)
     ranks = range(placement.pipeline_size)
     request.check_feasible(name, placement, limit, [problem.smallest_limit(r) for r in ranks])
     timed = [(s.ranks, simulate(s, request.costs)) for s in known]
 
-    def at(limit: tuple[float, ...], tail: tuple[float, ...] = tail_seconds) -> Found:
+    def at(limit: tuple[float, ...], tail: tuple[float, ...] = tail) -> Found:
         problem = Problem(placement, m, table, limit, split, tail, rules=request.rules)
         fitting = [ranks for ranks, timeline in timed if keeps(timeline.peak_memory, limit)]
         effort, further = effort_of(problem, seconds, SINGLE, most), _restarts(problem, restarting)
@@ -155,8 +155,8 @@ def with_pairs(
     name, placement, m = known[0].name, known[0].placement, request.num_microbatches
     table = request.costs.for_placement(placement)
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
-    tail_seconds = _tail_seconds(placement, table) if request.back_to_back else ()
-    problem = Problem(placement, m, table, limit, split, tail_seconds, rules=request.rules)
+    tail = tail_seconds(placement, table) if request.back_to_back else ()
+    problem = Problem(placement, m, table, limit, split, tail, rules=request.rules)
     effort = effort_of(problem, seconds, PAIRS)
     found = search_pairs(name, problem, effort, _bound(problem), known)
     if split:
@@ -269,7 +269,7 @@ def _waits_for_copies(timeline: Timeline) -> bool:
     return max(busy, default=0.0) > _BUSY * timeline.makespan
 
 
-def _tail_seconds(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
+def tail_seconds(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
     """Return the seconds to count after each rank's last pass, for iterations in a row.
 
     A rank that starts late may end as late without holding up any.

@@ -11,17 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
+from operator import add
 from typing import Any, NamedTuple
 
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, TrainingRules
-from megatron_zb.schedules.search.inner_loops import Graph
+from megatron_zb.schedules.search.inner_loops import Edges, Graph
 from megatron_zb.schedules.search.kernels import Engine
 from megatron_zb.schedules.stage_costs import StageCosts
 
 TOLERANCE = 1e-9
 _F, _B, _W, _BW, _R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R
+_O, _P, _V = PassKind.O, PassKind.P, PassKind.V
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Problem:
 
     ``num_microbatches`` counts what passes count under the ``rules``, as do the rows of ``costs``.
     ``tail_seconds[r]`` are counted after the last pass of rank r, none if left out. There are
-    ``turn`` seconds between F and B of the last stage.
+    ``turn`` seconds between F and B of the last stage. Under the rules of a vocabulary-parallel
+    output layer, ranks have room for ``logits`` of so many units beside the limit.
     """
 
     placement: Placement
@@ -41,10 +44,11 @@ class Problem:
     tail_seconds: tuple[float, ...] = ()
     turn: float = 0.0
     rules: TrainingRules = TRAINING
+    logits: int = 0
 
     @property
     def num_passes(self) -> int:
-        return self.codes.weights
+        return self.codes.total
 
     @cached_property
     def codes(self) -> Codes:
@@ -82,8 +86,8 @@ class Codes:
 
     ``rows`` are the kind and stage of each row, ``turns`` its units in the order in which a rank
     runs them, and ``first`` the code of the first of them. Codes of F end before ``forwards``,
-    those of B before ``backwards``, those of W before ``weights``; the R of an F has the code of
-    the F plus ``weights``.
+    those of B before ``backwards``, those of W before ``weights``, and those of shards of the
+    vocabulary before ``total``; the R of an F has the code of the F plus ``weights``.
     """
 
     def __init__(
@@ -93,11 +97,17 @@ class Codes:
         stages, units = range(placement.num_stages), range(num_units)
         of_kind = {kind: rules.turns(rules.by_kind[kind], units) for kind in kinds}
         self.rows = [(kind, stage) for kind in kinds for stage in stages]
+        shards = [placement.num_stages + rank for rank in rules.shard_ranks]
+        if shards:
+            of_kind |= {kind: rules.turns(rules.by_kind[kind], units) for kind in (_O, _P, _V)}
+            self.rows.append((_P, placement.num_stages - 1))
+            self.rows += [(kind, stage) for kind in (_O, _V) for stage in shards]
         self.turns = [of_kind[kind] for kind, _ in self.rows]
         self.first = [*accumulate(map(len, self.turns), initial=0)]
         self.number = {row: i for i, row in enumerate(self.rows)}
         ends = [self.first[(i + 1) * len(stages)] for i in range(len(kinds))]
         self.forwards, self.backwards, self.weights = ends[0], ends[1], ends[-1]
+        self.total = self.first[-1]
         self.split, self._rules = split, rules
 
     def of(self, kind: PassKind, stage: int, unit: int) -> int:
@@ -145,11 +155,15 @@ def graph_of(problem: Problem, make: Engine, *, pairs: bool = False, with_r: boo
     everything = [*rows, *again]
     stages = [stage for _, stage in codes.rows]
     stage_of = [*stages, *range(len(again))]
+    held = [0.0] * placement.pipeline_size
+    if problem.logits and problem.costs.shards is not None:
+        held = [problem.logits * each for each in problem.costs.shards.held]
     sized = [
-        (placement.rank_of[s], len(row.cell)) for s, row in zip(stage_of, everything, strict=True)
+        (_rank_of(placement, s), len(row.cell)) for s, row in zip(stage_of, everything, strict=True)
     ]
     ranks = [rank for rank, size in sized for _ in range(size)]
-    leads = [_leads(codes, held, pairs=pairs) for held in placement.stages_of]
+    leads = [_leads(codes, placement, rank, pairs=pairs) for rank in range(placement.pipeline_size)]
+    full = map(add, problem.limit, held)
     lengths = [ranks.count(rank) for rank in range(placement.pipeline_size)]
 
     def integers(values: Iterable[Iterable[int]]) -> Any:
@@ -182,19 +196,56 @@ def graph_of(problem: Problem, make: Engine, *, pairs: bool = False, with_r: boo
         place=make.integers([*accumulate(lengths, initial=0)]),
         leads=integers(leads),
         lead_first=make.integers([*accumulate(map(len, leads), initial=0)]),
-        limit=make.floats([most + TOLERANCE * (1 + most) for most in problem.limit]),
+        limit=make.floats([most + TOLERANCE * (1 + most) for most in full]),
+        room=make.floats([most + TOLERANCE * (1 + most) for most in problem.limit]),
         work=make.floats(built.work()),
         tail_seconds=make.floats(problem.tail_seconds or (0.0,) * placement.pipeline_size),
     )
 
 
-def _leads(codes: Codes, held: Sequence[int], *, pairs: bool) -> list[int]:
-    """Return the rows of F and B of a rank: F of a chunk before its B, or before all B."""
+def _rank_of(placement: Placement, stage: int) -> int:
+    """Return the rank of a stage, or of a shard."""
+    shard = stage - placement.num_stages
+    return shard if shard >= 0 else placement.rank_of[stage]
+
+
+def _leads(codes: Codes, placement: Placement, rank: int, *, pairs: bool) -> list[int]:
+    """Return the rows of a rank but W: F of a chunk before its B, or before all B; then O, P, V."""
+    held = placement.stages_of[rank]
     forwards = [codes.number[_F, stage] for stage in held]
     backwards = [codes.number[_B if codes.split else _BW, stage] for stage in held]
+    of_shard = [
+        row
+        for row, (kind, stage) in enumerate(codes.rows)
+        if kind in (_O, _P, _V) and _rank_of(placement, stage) == rank
+    ]
     if pairs:
         return forwards + backwards
-    return [row for of_stage in zip(forwards, backwards, strict=True) for row in of_stage]
+    of_chunks = zip(forwards, backwards, strict=True)
+    return [row for of_chunk in of_chunks for row in of_chunk] + of_shard
+
+
+def edges_of(problem: Problem, make: Engine) -> Edges | None:
+    """Return the inputs of the passes of shards as arrays of an engine, None if there are none."""
+    if not problem.rules.shard_ranks:
+        return None
+    codes, found = problem.codes, _Rows(problem).edges()
+    near = {(maker, reader) for maker, reader, _ in found if reader < codes.weights}
+    missing = [0] * codes.total
+    readers: list[list[tuple[int, float]]] = [[] for _ in missing]
+    makers: list[list[tuple[int, float]]] = [[] for _ in missing]
+    for maker, reader, lag in found:
+        missing[reader] += 1
+        readers[maker].append((reader, lag))
+        if (maker, reader) not in near:  # the order of a rank keeps those of a cell
+            makers[reader].append((maker, lag))
+
+    def flat(lists: list[list[tuple[int, float]]]) -> tuple[Any, Any, Any]:
+        first = make.integers([*accumulate(map(len, lists), initial=0)])
+        each = [entry for entries in lists for entry in entries]
+        return first, make.integers([at for at, _ in each]), make.floats([lag for _, lag in each])
+
+    return Edges(make.integers(missing), *flat(makers), *flat(readers))
 
 
 class _Row(NamedTuple):
@@ -232,6 +283,8 @@ class _Rows:
         """Return the columns of a row of F, B, BW or W."""
         if kind is _F:
             return self._forward(stage)
+        if kind in (_O, _P, _V):
+            return self._of_shard(kind, stage)
         return self._weight(stage) if kind is _W else self._backward(kind, stage)
 
     def of_r(self, stage: int) -> _Row:
@@ -244,20 +297,28 @@ class _Rows:
         """Return the seconds of F, B and W of each rank."""
         rows = [self._costs.of(j) for j in self._units]
         tables = ("forward", "backward", "weight")
-        return [
+        found = [
             sum(getattr(row, table)[s] for row in rows for table in tables for s in stages)
             for stages in self._problem.placement.stages_of
         ]
+        for kind, stage in self._codes.rows:
+            if kind in (_O, _P, _V):
+                rank = _rank_of(self._problem.placement, stage)
+                found[rank] += sum(row.seconds[kind][stage] for row in rows)
+        return found
 
     def _forward(self, stage: int) -> _Row:
         none = [-1] * len(self._units)
         units = self._of(_F, stage, self._units)
         onward = (_F, stage + 1) if stage < self._last else (self._backward_kind, stage)
+        reader = self._of(*onward, self._units)
+        if stage == self._last and self._problem.rules.shard_ranks:
+            reader = none
         return _Row(
             cell=units,
             before=none,
             maker=self._of(_F, stage - 1, self._units) if stage > 0 else none,
-            reader=self._of(*onward, self._units),
+            reader=reader,
             weight=none,
             seconds=self._priced(self._units, lambda row: row.forward[stage]),
             latency=self._priced(
@@ -293,6 +354,43 @@ class _Rows:
             flight=self._flight(stage, turns, -1.0),
             after=self._priced(turns, lambda row: row.weight[stage]),
         )
+
+    def _of_shard(self, kind: PassKind, stage: int) -> _Row:
+        """Return the columns of a row of O or V of a shard, or of P of the last stage."""
+        turns, change = self._codes.turns[self._codes.number[kind, stage]], self._memory[kind]
+        none = [-1] * len(turns)
+        into = {_O: 1.0, _V: -1.0, _P: 0.0}[kind]
+        before = none if kind is _O else self._of(_F if kind is _P else _O, stage, turns)
+        return _Row(
+            cell=self._of(_F if kind is _P else _O, stage, turns),
+            before=before,
+            maker=none,
+            reader=none,
+            weight=none,
+            seconds=self._priced(turns, lambda row: row.seconds[kind][stage]),
+            latency=[0.0] * len(turns),
+            memory=self._priced(turns, lambda row: row.change(change, stage)),
+            flight=[into] * len(turns),
+            after=[0.0] * len(turns),
+        )
+
+    def edges(self) -> list[tuple[int, int, float]]:
+        """Return the inputs of O, P, V and the last B: maker, reader, seconds of the message."""
+        last, stages = self._last, self._last + 1
+        end, units = self._problem.placement.rank_of[last], self._units
+        found: list[tuple[int, int, float]] = []
+
+        def join(maker: tuple[PassKind, int], reader: tuple[PassKind, int], *, near: bool) -> None:
+            makers, readers = self._of(*maker, units), self._of(*reader, units)
+            lags = self._priced(units, lambda row: row.latencies[maker[0]][maker[1]])
+            found.extend(zip(makers, readers, [0.0] * len(lags) if near else lags, strict=True))
+
+        for rank in self._problem.rules.shard_ranks:
+            join((_F, last), (_O, stages + rank), near=rank == end)
+            join((_O, stages + rank), (_P, last), near=rank == end)
+            join((_P, last), (_V, stages + rank), near=rank == end)
+        join((_P, last), (self._backward_kind, last), near=True)
+        return found
 
     def _weight(self, stage: int) -> _Row:
         turns, change = self._codes.turns[self._codes.number[_W, stage]], self._memory[_W]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megatron_zb.schedules.passes import Pass
+from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.search.inner_loops import (
     INFINITY,
     GreedySpace,
@@ -23,7 +23,7 @@ from megatron_zb.schedules.search.inner_loops import (
 )
 from megatron_zb.schedules.search.kernels import Engine, available
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
-from megatron_zb.schedules.search.problem import TOLERANCE, Problem, graph_of
+from megatron_zb.schedules.search.problem import TOLERANCE, Problem, edges_of, graph_of
 
 Coded = tuple[Any, Any]
 """An order as codes, and flags by code of F: paired, or recomputed; None where there are none."""
@@ -50,6 +50,7 @@ class Runner:
         self.inputs = graph_of(
             problem, engine, pairs=pairs, with_r=recompute is not None and not pairs
         )
+        self.edges = edges_of(problem, engine)
         self.order = engine.integers([0] * problem.num_passes)
         self.block = problem.codes.forwards
         self.flags = engine.integers([0] * self.block)
@@ -62,7 +63,8 @@ class Runner:
     def _new_space(self) -> tuple[GreedySpace, ReplaySpace]:
         placement, codes = self.problem.placement, self.problem.codes
         p, rows = placement.pipeline_size, len(codes.rows)
-        length = codes.weights + (0 if self.recompute is None else self.block)
+        length = codes.total + (0 if self.recompute is None else self.block)
+        stages = placement.num_stages + (p if codes.total > codes.weights else 0)
 
         def floats(count: int) -> Any:
             return self.engine.floats([0.0] * count)
@@ -71,10 +73,13 @@ class Runner:
             return self.engine.integers([0] * count)
 
         greedy = GreedySpace(
-            ready=floats(codes.backwards),
-            pending=integers(codes.weights),
+            ready=floats(codes.total),
+            arrival=floats(codes.total),
+            missing=integers(codes.total),
+            touched=integers(p),
+            pending=integers(codes.total),
             upcoming=integers(rows),
-            in_flight=floats(placement.num_stages),
+            in_flight=floats(stages),
             oldest=integers(p),
             newest=integers(p),
             placed=integers(p),
@@ -127,6 +132,16 @@ class Runner:
         # which entry of the weights each lead of a rank has: F of all chunks stand before B
         both = [(c, c + chunks) for c in range(chunks)]
         by_chunk = [kind for of_chunk in both for kind in of_chunk]
+        rows = problem.codes.rows
+        end, stages = problem.placement.rank_of[-1], problem.placement.num_stages
+        self._of_shards = [
+            [
+                kind
+                for kind, stage in rows
+                if kind in _BIAS_OF_SHARDS and (stage - stages if stage >= stages else end) == rank
+            ]
+            for rank in range(problem.placement.pipeline_size)
+        ]
         self._kinds_of_leads = by_chunk if self.pair_costs is None else [*range(2 * chunks)]
 
     def makespan(
@@ -142,6 +157,7 @@ class Runner:
         self.runs += 1
         return self.engine.run_list_scheduler(
             self.inputs,
+            self.edges,
             self.pair_costs,
             self.priorities(weights, bound),
             pairs or self.no_pairs,
@@ -182,6 +198,7 @@ class Runner:
         scaled = ([x * unit for x in each] for each in (weights.bias, weights.slope, weights.late))
         bias, slope, late = scaled
         of_leads: list[float] = []
+        of_late: list[float] = []
         of_w: list[float] = []
         for rank in range(p):
             position = (rank / (p - 1) if p > 1 else 0.0) - 0.5
@@ -190,8 +207,10 @@ class Runner:
                 b + s * position + x * unit for b, s, x in zip(bias, slope, single, strict=True)
             ]
             of_leads += [each[k] for k in self._kinds_of_leads]
+            of_leads += [_BIAS_OF_SHARDS[kind] * unit for kind in self._of_shards[rank]]
+            of_late += [late[k] for k in self._kinds_of_leads] + [0.0] * len(self._of_shards[rank])
             of_w.append(each[-1])
-        return of_leads, [late[k] for k in self._kinds_of_leads] * p, of_w, [late[-1]] * p
+        return of_leads, of_late, of_w, [late[-1]] * p
 
     def _quotas(self, weights: PriorityWeights) -> list[float]:
         """Return the average microbatches in flight allowed in each stage.
@@ -201,7 +220,8 @@ class Runner:
         """
         placement = self.problem.placement
         p, chunks = placement.pipeline_size, placement.chunks
-        quotas = [INFINITY] * placement.num_stages
+        of_shards = [self.problem.logits * (1 + TOLERANCE)] * p
+        quotas = [INFINITY] * placement.num_stages + of_shards
         if chunks == 1:
             return quotas
         for rank in range(p):
@@ -249,6 +269,7 @@ class Runner:
         )
         seconds = make.local_search(
             self.inputs,
+            self.edges,
             self.pair_costs,
             moves,
             self.replay_space,
@@ -273,10 +294,14 @@ class Runner:
             tuple(
                 of_code[code]
                 for code in map(int, order[first:last])
-                if code < weights or flags[code - weights]
+                if code < weights or self.edges is not None or flags[code - weights]
             )
             for first, last in pairwise(self.inputs.place)
         )
+
+
+_BIAS_OF_SHARDS = {PassKind.P: -5.0, PassKind.O: -3.0, PassKind.V: 0.6}
+"""Bias of passes of a vocabulary-parallel layer, in mean passes: ranks wait for P and O, not V."""
 
 
 def _portion(chunk: int, chunks: int) -> float:
