@@ -82,9 +82,10 @@ class Edges(NamedTuple):
     Beside ``maker`` and ``reader`` of a :class:`Graph`. The outputs of ``code`` are
     ``out_node[out_first[code]:out_first[code + 1]]``, each after the seconds ``out_lag``; its
     inputs from other cells likewise. ``missing`` is the number of inputs of each pass, with those
-    of its own cell.
+    of its own cell. A shard holds the logits of ``most`` units at once.
     """
 
+    most: int
     missing: Any
     in_first: Any
     in_node: Any
@@ -556,7 +557,7 @@ def local_search(
             rng = (rng * 1103515245 + 12345) % _MODULUS
             code = critical[(rng >> 8) % path]
             if pair_costs is None:
-                rng, moved = move_pass(graph, space, recompute, order, flags, code, rng)
+                rng, moved = move_pass(graph, edges, space, recompute, order, flags, code, rng)
             else:
                 rng, moved = move_pair(graph, space, recompute, order, flags, code, rng)
             if moved >= 0:
@@ -702,12 +703,24 @@ def replay(
     return done, makespan, sum_of_ends, final
 
 
-def fits(graph: Graph, recompute: RecomputeCosts | None, order: Any, flags: Any, r: int) -> bool:
-    """Return whether a rank keeps its memory limit."""
+def fits(
+    graph: Graph,
+    edges: Edges | None,
+    recompute: RecomputeCosts | None,
+    order: Any,
+    flags: Any,
+    r: int,
+) -> bool:
+    """Return whether a rank keeps its memory limit, and holds the logits of few units."""
     memory, limit, weights = graph.memory, graph.limit[r], graph.weights
-    held = 0.0
+    held, logits = 0.0, 0.0
     for i in range(graph.place[r], graph.place[r + 1]):
         code = order[i]
+        if edges is not None:
+            if code >= weights:
+                logits += graph.flight[code]
+                if logits > edges.most:
+                    return False
         if recompute is None:
             held += memory[code]
         elif code >= weights:
@@ -729,6 +742,7 @@ def other_of_stage(graph: Graph, unit: int, draw: int) -> int:
 
 def move_pass(
     graph: Graph,
+    edges: Edges | None,
     space: ReplaySpace,
     recompute: RecomputeCosts | None,
     order: Any,
@@ -760,7 +774,7 @@ def move_pass(
                     other = cell[order[first + (rng >> 8) % (last + 1 - first)]]
                     if other != unit and flags[other] == 0 and recompute.saved[other] > 0.0:
                         flags[other] = 1
-                if fits(graph, recompute, order, flags, r):
+                if fits(graph, edges, recompute, order, flags, r):
                     return rng, r
                 restore(graph, space, order, flags)
                 return rng, -1
@@ -794,7 +808,7 @@ def move_pass(
         order[i] = order[i + step_to]
         i += step_to
     order[to] = code
-    if fits(graph, recompute, order, flags, r):
+    if fits(graph, edges, recompute, order, flags, r):
         return rng, r
     restore(graph, space, order, flags)
     return rng, -1

@@ -1,7 +1,9 @@
 """Orders of F, B and W with the passes of a vocabulary-parallel output layer or embedding.
 
-The order of F and B is searched for with O and V counted as parts of other passes of their ranks;
-then every O and P runs as soon as its inputs are there, and W and V fill the waits.
+1. An order of F and B is searched for with O and V counted as parts of other passes of their ranks.
+2. Every O and P runs in it as soon as its inputs are there, and W and V fill the waits.
+3. A search in which O, P and V are passes as others are starts from that order. Orders with pairs
+   keep that of the second step.
 
 E and G, of the embedding, are placed in a finished order. Both take next to no time, so they change
 no other pass's place: E runs so early that what all ranks have found is there when the first
@@ -129,18 +131,20 @@ class _Choices(NamedTuple):
     filled with it.
     """
 
-    folded: tuple[float, ...] = (0.25, 0.5, 0.75)
+    folded: tuple[float, ...] = (0.25, 0.75)
     eagerness: tuple[float, ...] = (1.0, 0.5, 0.0)
 
 
 _CHOICES = _Choices()
 _ROOM = 1
-"""Microbatches of which a rank holds its shard's logits, as many as with a whole output layer.
-
-With two, steps of 8 ranks are up to 0.6 % (v-zb) and 1.9 % (v-half) shorter; three bring no more.
-"""
+"""Units for whose logits a rank has room, beside its activations."""
+_LOGITS = 2
+"""Units whose logits a rank holds at once at most, all of them within its limit; a third brings
+nothing."""
 _SECONDS = NAMED_SECONDS / 2
-"""Approximate seconds of each of the searches, if they are compiled."""
+"""Approximate seconds of the search with O, P and V, if it is compiled."""
+_FOLDED_SECONDS = _SECONDS / 2
+"""Those of each search for an order to start from."""
 _PAIR_SECONDS = 0.5
 """Those of each search for passes to pair, where passes communicate."""
 
@@ -217,7 +221,7 @@ def _searched(known: Schedule, problem: Problem, request: Request, *, split: boo
     tail = tail_seconds(problem.placement, problem.costs) if request.back_to_back else ()
     within = usable_limit(problem.placement, problem.num_microbatches, problem.costs, problem.limit)
     whole = replace(problem, limit=within, split=split, tail_seconds=tail)
-    whole = replace(whole, rules=known.rules, logits=_ROOM)
+    whole = replace(whole, rules=known.rules, logits=_LOGITS)
     sizes = whole.placement, whole.num_microbatches, whole.costs, within
     effort = effort_of(whole, _SECONDS, SINGLE)
     found = search(whole, effort, lower_bound(*sizes), [known.ranks])
@@ -266,7 +270,7 @@ def _orders(
         turn = _turn(costs)
         problem = Problem(placement, m, folded, within, split, turn=turn, rules=request.rules)
         bound = lower_bound(placement, m, folded, within)
-        found = search(problem, effort_of(problem, _SECONDS, SINGLE), bound)
+        found = search(problem, effort_of(problem, _FOLDED_SECONDS, SINGLE), bound)
         alone = Schedule("alone", placement, m, found.ranks, rules=request.rules)
         yield alone
         if folded.communicates:

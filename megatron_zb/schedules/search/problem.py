@@ -33,7 +33,8 @@ class Problem:
     ``num_microbatches`` counts what passes count under the ``rules``, as do the rows of ``costs``.
     ``tail_seconds[r]`` are counted after the last pass of rank r, none if left out. There are
     ``turn`` seconds between F and B of the last stage. Under the rules of a vocabulary-parallel
-    output layer, ranks have room for ``logits`` of so many units beside the limit.
+    output layer, ranks have room for the logits of a unit beside the limit, and each holds those
+    of up to ``logits`` units.
     """
 
     placement: Placement
@@ -156,8 +157,8 @@ def graph_of(problem: Problem, make: Engine, *, pairs: bool = False, with_r: boo
     stages = [stage for _, stage in codes.rows]
     stage_of = [*stages, *range(len(again))]
     held = [0.0] * placement.pipeline_size
-    if problem.logits and problem.costs.shards is not None:
-        held = [problem.logits * each for each in problem.costs.shards.held]
+    if codes.total > codes.weights and problem.costs.shards is not None:
+        held = [*problem.costs.shards.held]
     sized = [
         (_rank_of(placement, s), len(row.cell)) for s, row in zip(stage_of, everything, strict=True)
     ]
@@ -245,7 +246,7 @@ def edges_of(problem: Problem, make: Engine) -> Edges | None:
         each = [entry for entries in lists for entry in entries]
         return first, make.integers([at for at, _ in each]), make.floats([lag for _, lag in each])
 
-    return Edges(make.integers(missing), *flat(makers), *flat(readers))
+    return Edges(problem.logits, make.integers(missing), *flat(makers), *flat(readers))
 
 
 class _Row(NamedTuple):

@@ -220,7 +220,7 @@ class Runner:
         """
         placement = self.problem.placement
         p, chunks = placement.pipeline_size, placement.chunks
-        of_shards = [self.problem.logits * (1 + TOLERANCE)] * p
+        of_shards = [1.0 + TOLERANCE] * p  # units for whose logits there is room
         quotas = [INFINITY] * placement.num_stages + of_shards
         if chunks == 1:
             return quotas
