@@ -131,7 +131,7 @@ class _Choices(NamedTuple):
     filled with it.
     """
 
-    folded: tuple[float, ...] = (0.25, 0.75)
+    folded: tuple[float, ...] = (0.25, 0.5, 0.75)
     eagerness: tuple[float, ...] = (1.0, 0.5, 0.0)
 
 
@@ -142,9 +142,7 @@ _LOGITS = 2
 """Units whose logits a rank holds at once at most, all of them within its limit; a third brings
 nothing."""
 _SECONDS = NAMED_SECONDS / 2
-"""Approximate seconds of the search with O, P and V, if it is compiled."""
-_FOLDED_SECONDS = _SECONDS / 2
-"""Those of each search for an order to start from."""
+"""Approximate seconds of each of the searches, if they are compiled."""
 _PAIR_SECONDS = 0.5
 """Those of each search for passes to pair, where passes communicate."""
 
@@ -270,7 +268,7 @@ def _orders(
         turn = _turn(costs)
         problem = Problem(placement, m, folded, within, split, turn=turn, rules=request.rules)
         bound = lower_bound(placement, m, folded, within)
-        found = search(problem, effort_of(problem, _FOLDED_SECONDS, SINGLE), bound)
+        found = search(problem, effort_of(problem, _SECONDS, SINGLE), bound)
         alone = Schedule("alone", placement, m, found.ranks, rules=request.rules)
         yield alone
         if folded.communicates:
