@@ -39,9 +39,10 @@ class Graph(NamedTuple):
     its stage and B takes out of it.
 
     ``place[r]`` is the first place of rank r in an order. ``leads[lead_first[r] + i]`` are the rows
-    that rank r chooses from, beside W; ``stage[row]`` is that of a row. ``limit[r]`` is the memory
-    of rank r, of which F, B and W may fill ``room[r]``; ``work[r]`` are the seconds of all its
-    passes; ``tail_seconds[r]`` follow its last pass before it counts as done.
+    that rank r chooses from, beside W, and ``lead_kind`` their kinds in :class:`Priorities`;
+    ``stage[row]`` is that of a row. ``limit[r]`` is the memory of rank r, of which F, B and W may
+    fill ``room[r]``; ``work[r]`` are the seconds of all its passes; ``tail_seconds[r]`` follow its
+    last pass before it counts as done.
 
     Passes of a vocabulary-parallel output layer have the codes from ``weights`` on, and their
     inputs are :class:`Edges`.
@@ -69,6 +70,7 @@ class Graph(NamedTuple):
     after: Any
     place: Any
     leads: Any
+    lead_kind: Any
     lead_first: Any
     limit: Any
     room: Any
@@ -98,21 +100,16 @@ class Edges(NamedTuple):
 class Priorities(NamedTuple):
     """Numbers that steer a greedy run.
 
-    ``quota[s]`` bounds the microbatches in flight of stage s, by their memory. ``bias`` is the
-    score of each of the ``leads`` of a graph, ``late`` what is added once all F of the rank's first
-    lead are out; ``weight_bias[r]`` and ``weight_late[r]`` are those of W. ``early`` is the weight
-    of waiting inputs, ``pending`` that of pending W, and ``forced`` the number of them that forces
-    one. A run ends as soon as its makespan will certainly be above ``bound``.
+    ``quota[s]`` bounds the microbatches in flight of stage s, by their memory. ``score`` holds, for
+    the kinds F0.., B0.., W, O, P, V: bias, slope along the ranks, bias once all F of the rank's
+    first lead are out; then the weight of waiting inputs, of pending W, and the number of pending W
+    that forces one. ``rank_bias[r * kinds + k]`` is added to the score of the k-th of these kinds,
+    only on rank r. A run ends as soon as its makespan will certainly be above ``bound``.
     """
 
     quota: Any
-    bias: Any
-    late: Any
-    weight_bias: Any
-    weight_late: Any
-    early: float
-    pending: float
-    forced: float
+    score: Any
+    rank_bias: Any
     bound: float
 
 
@@ -339,8 +336,10 @@ def choose_action(
     lead = graph.leads[base]
     late = upcoming[lead] >= first[lead + 1]
     waiting = space.newest[r] - space.oldest[r]
+    kinds = 2 * chunks + 4
+    position = (r / (graph.pipeline_size - 1) if graph.pipeline_size > 1 else 0.0) - 0.5
     best, best_choice, best_start = INFINITY, -1, INFINITY
-    if waiting > 0 and waiting > priorities.forced:
+    if waiting > 0 and waiting > priorities.score[3 * kinds + 2]:
         space.choice[r], space.choice_start[r] = leads, now
         return
     for i in range(leads):
@@ -367,7 +366,8 @@ def choose_action(
             if space.in_flight[at] + graph.flight[code] > priorities.quota[at]:
                 continue
         start = ready if ready > after else after
-        own = score_of(priorities, base + i, ready - now, late)
+        kind = graph.lead_kind[base + i]
+        own = score_of(priorities, kinds, kind, r, position, ready - now, late)
         if start + own < best:
             best = start + own
             best_choice = leads if makes_room else i
@@ -384,7 +384,8 @@ def choose_action(
                 if hides <= 0.0:
                     continue
                 begin = ready_at[other] if ready_at[other] > start else start
-                its = score_of(priorities, base + chunks + d, ready_at[other] - now, late)
+                ahead = ready_at[other] - now
+                its = score_of(priorities, kinds, chunks + d, r, position, ahead, late)
                 value = begin + (own + its) / 2 + pair_priorities.bias[i * chunks + d]
                 value -= pair_priorities.gain * hides
                 if value < best:
@@ -392,21 +393,27 @@ def choose_action(
                     best_choice = leads if makes_room else leads + 1 + i * chunks + d
                     best_start = now if makes_room else begin
     if waiting > 0:
-        value = now - priorities.pending * (waiting - 1) + priorities.weight_bias[r]
+        weight, score = 2 * chunks, priorities.score
+        value = now - score[3 * kinds + 1] * (waiting - 1)
+        value = value + score[weight] + score[kinds + weight] * position
+        value += priorities.rank_bias[r * kinds + weight]
         if late:
-            value += priorities.weight_late[r]
+            value += score[2 * kinds + weight]
         if value < best:
             best_choice, best_start = leads, now
     space.choice[r], space.choice_start[r] = best_choice, best_start
 
 
-def score_of(priorities: Priorities, lead: int, ahead: float, late: bool) -> float:
-    """Return the score of a pass of a lead whose input is ready in ``ahead`` seconds."""
-    value = priorities.bias[lead]
+def score_of(
+    priorities: Priorities, kinds: int, k: int, r: int, position: float, ahead: float, late: bool
+) -> float:
+    """Return the score of a pass of the k-th kind whose input is ready in ``ahead`` seconds."""
+    score = priorities.score
+    value = score[k] + score[kinds + k] * position + priorities.rank_bias[r * kinds + k]
     if ahead < 0.0:
-        value += priorities.early * ahead
+        value += score[3 * kinds] * ahead
     if late:
-        value += priorities.late[lead]
+        value += score[2 * kinds + k]
     return value
 
 
@@ -427,9 +434,11 @@ def take_action(
             behind = graph.leads[base + graph.chunks + d]
             other = space.upcoming[behind]
             space.upcoming[behind] = other + 1
+            space.in_flight[graph.stage[behind]] += graph.flight[other]
     row = graph.leads[base + i]
     code = space.upcoming[row]
     space.upcoming[row] = code + 1
+    space.in_flight[graph.stage[row]] += graph.flight[code]
     return code, other
 
 
@@ -458,8 +467,6 @@ def hand_over(
     space.placed[r] += 1
     if code < graph.weights:
         space.held[r] += graph.memory[code]
-    if code < graph.backwards or code >= graph.weights:
-        space.in_flight[graph.stage[graph.row[code]]] += graph.flight[code]
     if graph.split:
         weight = graph.weight[code]
         if weight >= 0:

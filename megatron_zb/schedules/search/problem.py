@@ -195,7 +195,8 @@ def graph_of(problem: Problem, make: Engine, *, pairs: bool = False, with_r: boo
         flight=floats(row.flight for row in rows),
         after=floats(row.after for row in rows),
         place=make.integers([*accumulate(lengths, initial=0)]),
-        leads=integers(leads),
+        leads=make.integers([row for each in leads for row, _ in each]),
+        lead_kind=make.integers([kind for each in leads for _, kind in each]),
         lead_first=make.integers([*accumulate(map(len, leads), initial=0)]),
         limit=make.floats([most + TOLERANCE * (1 + most) for most in full]),
         room=make.floats([most + TOLERANCE * (1 + most) for most in problem.limit]),
@@ -210,18 +211,22 @@ def _rank_of(placement: Placement, stage: int) -> int:
     return shard if shard >= 0 else placement.rank_of[stage]
 
 
-def _leads(codes: Codes, placement: Placement, rank: int, *, pairs: bool) -> list[int]:
-    """Return the rows of a rank but W: F of a chunk before its B, or before all B; then O, P, V."""
-    held = placement.stages_of[rank]
-    forwards = [codes.number[_F, stage] for stage in held]
-    backwards = [codes.number[_B if codes.split else _BW, stage] for stage in held]
+def _leads(codes: Codes, placement: Placement, rank: int, *, pairs: bool) -> list[tuple[int, int]]:
+    """Return the rows of a rank but W, each with the number of its kind in the priorities.
+
+    F of a chunk stands before its B, or before all B; then O, P and V.
+    """
+    held, backward = placement.stages_of[rank], _B if codes.split else _BW
+    chunks = len(held)
+    forwards = [(codes.number[_F, stage], c) for c, stage in enumerate(held)]
+    backwards = [(codes.number[backward, stage], chunks + c) for c, stage in enumerate(held)]
+    if pairs:
+        return forwards + backwards
     of_shard = [
-        row
+        (row, 2 * chunks + 1 + (_O, _P, _V).index(kind))
         for row, (kind, stage) in enumerate(codes.rows)
         if kind in (_O, _P, _V) and _rank_of(placement, stage) == rank
     ]
-    if pairs:
-        return forwards + backwards
     of_chunks = zip(forwards, backwards, strict=True)
     return [row for of_chunk in of_chunks for row in of_chunk] + of_shard
 

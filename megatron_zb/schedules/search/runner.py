@@ -57,6 +57,7 @@ class Runner:
         self.no_pairs = PairPriorities(0.0, engine.floats([0.0]))
         self.greedy_space, self.replay_space = self._new_space()
         self._quotas_of: dict[tuple[float, float, tuple[int, ...]], Any] = {}
+        self._rank_bias_of: dict[tuple[float, ...], Any] = {}
         self.mean_pass = problem.mean_pass
         self._prepare_quotas()
 
@@ -129,20 +130,6 @@ class Runner:
             for room, sizes in zip(self._rooms, self._sizes, strict=True)
         ]
         self._portions = [_portion(c, chunks) for c in range(chunks - 1)]
-        # which entry of the weights each lead of a rank has: F of all chunks stand before B
-        both = [(c, c + chunks) for c in range(chunks)]
-        by_chunk = [kind for of_chunk in both for kind in of_chunk]
-        rows = problem.codes.rows
-        end, stages = problem.placement.rank_of[-1], problem.placement.num_stages
-        self._of_shards = [
-            [
-                kind
-                for kind, stage in rows
-                if kind in _BIAS_OF_SHARDS and (stage - stages if stage >= stages else end) == rank
-            ]
-            for rank in range(problem.placement.pipeline_size)
-        ]
-        self._kinds_of_leads = by_chunk if self.pair_costs is None else [*range(2 * chunks)]
 
     def makespan(
         self,
@@ -168,19 +155,10 @@ class Runner:
 
     def priorities(self, weights: PriorityWeights, bound: float = INFINITY) -> Priorities:
         """Return the weights as arrays of the engine."""
-        unit, slots = self.mean_pass, self._slots[0]
-        forced = weights.pending_share * slots if weights.pending_share > 0 else 1e18
-        bias, late, of_w, late_w = self._scores(weights)
-        floats = self.engine.floats
         return Priorities(
             self._kept_quotas(weights),
-            floats(bias),
-            floats(late),
-            floats(of_w),
-            floats(late_w),
-            weights.early,
-            weights.pending * unit,
-            forced,
+            self.engine.floats(self._scores(weights)),
+            self._kept_rank_bias(weights.rank_bias),
             bound,
         )
 
@@ -191,26 +169,23 @@ class Runner:
             self._quotas_of[key] = self.engine.floats(self._quotas(weights))
         return self._quotas_of[key]
 
-    def _scores(self, weights: PriorityWeights) -> tuple[list[float], ...]:
-        """Return bias and bias once late of all leads, then those of W of all ranks, in seconds."""
-        unit, p = self.mean_pass, self.problem.placement.pipeline_size
-        kinds = len(weights.bias)
-        scaled = ([x * unit for x in each] for each in (weights.bias, weights.slope, weights.late))
-        bias, slope, late = scaled
-        of_leads: list[float] = []
-        of_late: list[float] = []
-        of_w: list[float] = []
-        for rank in range(p):
-            position = (rank / (p - 1) if p > 1 else 0.0) - 0.5
-            single = weights.rank_bias[rank * kinds : (rank + 1) * kinds]
-            each = [
-                b + s * position + x * unit for b, s, x in zip(bias, slope, single, strict=True)
-            ]
-            of_leads += [each[k] for k in self._kinds_of_leads]
-            of_leads += [_BIAS_OF_SHARDS[kind] * unit for kind in self._of_shards[rank]]
-            of_late += [late[k] for k in self._kinds_of_leads] + [0.0] * len(self._of_shards[rank])
-            of_w.append(each[-1])
-        return of_leads, of_late, of_w, [late[-1]] * p
+    def _kept_rank_bias(self, rank_bias: tuple[float, ...]) -> Any:
+        """Return the scores of single ranks as an array, which most neighbours share."""
+        if rank_bias not in self._rank_bias_of:
+            width = 2 * self.problem.placement.chunks + 1
+            none = [0.0] * len(_BIAS_OF_SHARDS)
+            scores = [x * self.mean_pass for x in rank_bias]
+            each = [[*scores[i : i + width], *none] for i in range(0, len(scores), width)]
+            self._rank_bias_of[rank_bias] = self.engine.floats([x for row in each for x in row])
+        return self._rank_bias_of[rank_bias]
+
+    def _scores(self, weights: PriorityWeights) -> list[float]:
+        unit, slots = self.mean_pass, self._slots[0]
+        forced = weights.pending_share * slots if weights.pending_share > 0 else 1e18
+        none = (0.0,) * len(_BIAS_OF_SHARDS)
+        shards = _BIAS_OF_SHARDS.values()
+        rows = (*weights.bias, *shards, *weights.slope, *none, *weights.late, *none)
+        return [x * unit for x in rows] + [weights.early, weights.pending * unit, forced]
 
     def _quotas(self, weights: PriorityWeights) -> list[float]:
         """Return the average microbatches in flight allowed in each stage.
@@ -300,7 +275,7 @@ class Runner:
         )
 
 
-_BIAS_OF_SHARDS = {PassKind.P: -5.0, PassKind.O: -3.0, PassKind.V: 0.6}
+_BIAS_OF_SHARDS = {PassKind.O: -3.0, PassKind.P: -5.0, PassKind.V: 0.6}
 """Bias of passes of a vocabulary-parallel layer, in mean passes: ranks wait for P and O, not V."""
 
 
