@@ -290,10 +290,12 @@ def reset(
     """Prepare the space for a run: only the F of the first stage have their inputs."""
     for code in range(graph.forwards):
         space.ready[code] = 0.0 if graph.maker[code] < 0 else INFINITY
-    for code in range(graph.forwards, len(space.ready)):
+    for code in range(graph.forwards, graph.backwards):
         space.ready[code] = INFINITY
     if edges is not None:
         for code in range(len(space.ready)):
+            if code >= graph.weights:
+                space.ready[code] = INFINITY
             space.arrival[code] = 0.0
             space.missing[code] = edges.missing[code]
         for r in range(graph.pipeline_size):
@@ -351,9 +353,8 @@ def choose_action(
         if ready >= INFINITY:
             continue
         after, makes_room = now, False
-        if code < graph.forwards:
-            at = graph.stage[row]
-            if space.in_flight[at] + graph.flight[code] > priorities.quota[at]:
+        if code < graph.forwards:  # row s is that of F of stage s
+            if space.in_flight[row] + graph.flight[code] > priorities.quota[row]:
                 continue
             if space.held[r] + memory[code] > room[r]:
                 if waiting == 0:
