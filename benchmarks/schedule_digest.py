@@ -5,8 +5,9 @@ Draws requests from a seed, builds each, and hashes its table of passes or the e
 Prints one JSON line with a digest per kind of request; equal digests of two commits mean equal
 schedules. The kinds are plain (equal stages; schedule, sizes, costs, memory limit, chunks; one
 iteration or many without a barrier), and what plain requests never have: overlapped pairs,
-recomputation, offload, both, vocabulary parallelism without and with the embedding, unequal stages
-and unequal microbatches. Searches are cut short, so that hundreds take minutes.
+recomputation, offload, both, vocabulary parallelism without and with the embedding, unequal stages,
+unequal microbatches, and token slices: with a W for each slice, with one for each microbatch, and
+of unequal lengths. Searches are cut short, so that hundreds take minutes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ import provenance
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules import catalog, interchange
+from megatron_zb.schedules import catalog, interchange, slices
 from megatron_zb.schedules.search import placement_search
 
 PLAIN = "plain"
 KINDS = ("pairs", "R", "DH", "R+DH", "vocabulary", "embedding", "stages", "lengths")
+SLICED = ("slices", "joined", "slice lengths")
 _STATES = ("R", "DH", "R+DH")
 _WITH_STATES = ["v-zb", "v-half", "v-min", "zb-1p", "zb-2p"]
 _WITH_OTHERS = ["zb-1p", "v-zb", "v-half", "v-min", "dualpipe-v", "wave", "zb-h1", "interleaved"]
@@ -59,12 +61,12 @@ def draw(rng: random.Random, number: int) -> tuple[str, dict[str, Any]]:
 def draw_other(rng: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
     """A request of a kind that is not plain."""
     p, m = rng.randint(2, 5), rng.randint(2, 10)
-    slices = p * rng.choice([1, 2])
+    layers = p * rng.choice([1, 2])
 
     def each(least: float, most: float) -> list[float]:
         if kind in ("stages", "lengths"):
-            return [rng.uniform(least, most) for _ in range(slices)]
-        return [rng.uniform(least, most)] * slices
+            return [rng.uniform(least, most) for _ in range(layers)]
+        return [rng.uniform(least, most)] * layers
 
     costs = schedules.Costs.of_slices(
         pipeline_size=p,
@@ -86,10 +88,27 @@ def draw_other(rng: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
         costs = costs.with_vocabulary(output=output, weight=weight, lookup=lookup)
     if kind == "lengths":
         costs = costs.of_lengths([rng.uniform(0.5, 2) for _ in range(m)])
+    if kind in SLICED:
+        return draw_slices(rng, kind, {"pipeline_size": p, "costs": costs})
     name = rng.choice(_WITH_STATES if kind in _STATES else _WITH_OTHERS)
     limit = rng.choice([None, rng.uniform(0.4, 1.2)])
     sizes = {"pipeline_size": p, "num_microbatches": m}
     return name, {**sizes, "costs": costs, "memory_limit": limit}
+
+
+def draw_slices(
+    rng: random.Random, kind: str, given: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """A request of token slices, for few microbatches."""
+    p, attention = given["pipeline_size"], rng.choice([0.0, 0.3, 0.6])
+    choices = {"attention": attention, "joins_weight": kind == "joined"}
+    cut = slices.Slicing.equal(rng.choice([2, 4]), **choices)
+    if kind == "slice lengths":
+        cut = slices.Slicing((4, 2, 1, 1), **choices)
+    name = rng.choice(["v-zb", "v-half", "v-min", "zb-h1"])
+    limit = rng.choice([None, rng.uniform(0.4, 1.2)])
+    m = rng.randint(1, p + 1)
+    return name, {**given, "num_microbatches": m, "memory_limit": limit, "slices": cut}
 
 
 def requests(kind: str, count: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -118,7 +137,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = parser().parse_args()
     digests, seconds, refused = {}, {}, {}
-    for kind in (PLAIN, *KINDS):
+    kinds = (*KINDS, *SLICED)
+    for kind in (PLAIN, *kinds):
         if kind != PLAIN:
             for name, brief in _SECONDS.items():
                 setattr(placement_search, name, brief)
@@ -131,7 +151,7 @@ def main() -> int:
         digests[kind], refused[kind] = digest.hexdigest()[:16], errors
         seconds[kind] = round(time.process_time() - begin, 1)
     result = {
-        "requests": {PLAIN: arguments.requests, **dict.fromkeys(KINDS, arguments.others)},
+        "requests": {PLAIN: arguments.requests, **dict.fromkeys(kinds, arguments.others)},
         "seed": arguments.seed,
         "refused": refused,
         "digests": digests,

@@ -15,6 +15,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.parsing import Written
 from megatron_zb.schedules.costs import Costs, most_in_a_row
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.rules import TRAINING, TrainingRules
 from megatron_zb.schedules.simulator import Timeline
 from megatron_zb.schedules.stage_costs import StageCosts
 
@@ -203,7 +204,8 @@ class Request:
     ``auto`` leaves out placements whose stages ``num_layers`` layers cannot be spread over evenly
     (with fewer than one layer to a stage, if they divide nowhere), and all but ``placement`` if
     that is given. ``back_to_back`` requests a short :attr:`Timeline.period`, not a short makespan;
-    ``quick`` lets ``auto`` search briefly, where many settings are compared.
+    ``quick`` lets ``auto`` search briefly, where many settings are compared. Under the ``rules`` of
+    slices, ``num_microbatches`` and ``costs`` count slices.
     """
 
     pipeline_size: int
@@ -216,6 +218,7 @@ class Request:
     placement: Placement | None = None
     back_to_back: bool = False
     quick: bool = False
+    rules: TrainingRules = TRAINING
 
     def seconds(self, timeline: Timeline) -> float:
         """Return the seconds to minimise: of one iteration, or of each of many in a row."""

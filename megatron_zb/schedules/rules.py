@@ -100,6 +100,15 @@ class Rules:
         """Return the units of a row that a rank has, in the order in which it runs them."""
         return units
 
+    def backward_of(self, unit: int) -> PassKind:
+        """Return the kind of a backward that is not split: a B where another unit has its W."""
+        return PassKind.BW
+
+    @property
+    def units_at_once(self) -> int:
+        """Units of a stage that F must have run before the first B: those of one microbatch."""
+        return 1
+
     def unit_name(self, kind: PassKind) -> str:
         """Name the unit that a pass of a kind works on."""
         return "microbatch"
@@ -181,6 +190,10 @@ class TrainingRules(Rules):
     def by_kind(self) -> Mapping[PassKind, Kind]:
         """Entries of the table, or those that replace them, by kind."""
         return {it.kind: it for it in (*self.table, *self.more)}
+
+    def over(self, whole: TrainingRules) -> TrainingRules:
+        """Return the rules of these units for work whose whole microbatches have other rules."""
+        return whole
 
 
 @dataclass(frozen=True)

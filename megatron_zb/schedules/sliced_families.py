@@ -49,7 +49,7 @@ from megatron_zb.schedules.search.place_w import (
 from megatron_zb.schedules.search.placement_search import search_placement
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.sliced_memory import fitted, least_with_recomputation
-from megatron_zb.schedules.slices import SlicedCosts, Slicing, TurnCosts, in_units
+from megatron_zb.schedules.slices import SlicedCosts, SlicedRules, Slicing, in_units
 from megatron_zb.schedules.stage_costs import StageCosts
 
 
@@ -81,6 +81,7 @@ def build_sliced(name: str, request: Request, slicing: Slicing) -> Schedule:
             request,
             num_microbatches=request.num_microbatches * cut.slices,
             costs=cut.costs(request.costs, request.num_microbatches),
+            rules=SlicedRules(cut),
         )
         try:
             schedule = _built(name, units, cut)
@@ -128,8 +129,8 @@ def _ordered(name: str, request: Request, slicing: Slicing) -> Schedule:
     assert isinstance(request.costs, SlicedCosts)
     costs = request.costs.with_all_kept()
     assert isinstance(costs, SlicedCosts)
-    search = _SlicedOrders(replace(request, costs=costs.in_turns()), slicing)
-    schedule = replace(in_units(search.schedule(name), slicing), name=name)
+    search = _SlicedOrders(replace(request, costs=costs), slicing)
+    schedule = replace(search.schedule(name), name=name)
     schedule.check_ranks()
     return schedule
 
@@ -197,13 +198,13 @@ _Ranks: TypeAlias = Sequence[Sequence[Pass]]
 
 @dataclass(frozen=True)
 class _SlicedOrders:
-    """Builders of orders in turns."""
+    """Builders of orders of slices."""
 
     request: Request
     slicing: Slicing
 
     def schedule(self, name: str) -> Schedule:
-        """Return a named schedule, in turns."""
+        """Return a named schedule."""
         p = self.request.pipeline_size
         if self.request.costs.vocabulary is not None:
             return self._with_vocabulary(name)
@@ -216,7 +217,7 @@ class _SlicedOrders:
         if name == "zb-h1":
             block, held = one_f_one_b_block(p), self._peak(p)
             held += (self.slicing.slices - 1) * bool(self.slicing.joins_weight)
-            order = self._delayed(block.placement, self._repeated(block))
+            order = in_units(self._delayed(block.placement, self._repeated(block)), self._rules)
             held = max(held, self._least_peak(block.placement, order))
             return place_weight_gradients(name, block.placement, order, self.request, held)
         offsets, peak_of = _BLOCKS[name]
@@ -225,7 +226,7 @@ class _SlicedOrders:
         return search_placement(name, block.placement, self.request, held, known=known)
 
     def _with_vocabulary(self, name: str) -> Schedule:
-        """Return a searched schedule with the passes of vocabulary parallelism, in turns.
+        """Return a searched schedule with the passes of vocabulary parallelism.
 
         A rank has room for one unit more, as the last stage waits for all ranks between F and B.
         """
@@ -243,6 +244,11 @@ class _SlicedOrders:
         split = name not in ("1f1b", "interleaved")
         return fastest_with_vocabulary(name, places, request, peak + 1, split=split)
 
+    @property
+    def _rules(self) -> SlicedRules:
+        assert isinstance(self.request.rules, SlicedRules)
+        return self.request.rules
+
     def _grouped(self, chunks: int | None = None) -> Request:
         """Return the request with groups that fill the pipeline and have whole microbatches."""
         n = self.slicing.slices
@@ -257,11 +263,12 @@ class _SlicedOrders:
         return microbatches + self.slicing.slices - 1
 
     def _fused(self, schedule: Schedule) -> Schedule:
-        ranks = self._delayed(schedule.placement, schedule.ranks)
-        return replace(schedule, ranks=tuple(map(tuple, ranks)))
+        """Return a fixed order of F and BW in units, with the forwards that slices need."""
+        ranks = in_units(self._delayed(schedule.placement, schedule.ranks), self._rules)
+        return replace(schedule, ranks=tuple(map(tuple, ranks)), rules=self._rules)
 
     def _delayed(self, placement: Placement, ranks: _Ranks) -> list[list[Pass]]:
-        """Return an order of F and B, or BW, with as many F before each B as slices need."""
+        """Return an order in turns of F and B, or BW, with as many F before B as slices need."""
         n = self.slicing.slices
         fewest = most = n - 1
         while not _runs(placement, found := [_with_lead(rank, most) for rank in ranks], n):
@@ -283,7 +290,7 @@ class _SlicedOrders:
 
     def _known(self, name: str, placement: Placement, ranks: _Ranks, peak: float) -> list[Schedule]:
         """Return a delayed order of F and B with W in its gaps, or nothing if none fits."""
-        order = self._delayed(placement, ranks)
+        order = in_units(self._delayed(placement, ranks), self._rules)
         try:
             filled = place_weight_gradients(name, placement, order, self.request, peak)
             return [split_all(filled)]
@@ -325,11 +332,10 @@ class _SlicedOrders:
     def _bound(self, placement: Placement) -> float:
         """Return a lower bound in seconds for any order on a placement."""
         costs = self.request.costs
-        assert isinstance(costs, TurnCosts)
         limit = self.request.limits(placement, float(self.request.num_microbatches))
         return sliced_bound(
             placement,
-            costs.by_unit(placement),
+            costs.for_placement(placement),
             limit,
             self.slicing.slices,
             joined=bool(self.slicing.joins_weight),

@@ -6,8 +6,8 @@ gradients that the slices behind it leave for them. So F of a stage takes the sl
 in order, and B and W in reverse (*Seq1F1B*, arXiv 2406.03488). W of a microbatch may instead
 run once, on all slices put together (as in *2BP*, arXiv 2405.18047).
 
-An order is searched for in *turns*: its k-th B and W of a stage count as those of microbatch k, as
-if slices were microbatches, at the costs of the unit whose turn it is.
+Known orders of microbatches become orders of slices by *turns*: the k-th B and W of a stage are
+those of the unit whose turn it is (:func:`in_units`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, overload
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import Written
 from megatron_zb.schedules.costs import Costs, Scale
-from megatron_zb.schedules.kinds import Home, Kind, Memory
+from megatron_zb.schedules.kinds import Home, Kind
 from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, Sizes, TrainingRules
@@ -109,6 +109,11 @@ class Turns(Sequence[int]):
         if not 0 <= turn < self._length:
             raise IndexError(turn)
         return Unit(self._mirrored(turn * self._step), self._slices)
+
+    def __contains__(self, unit: object) -> bool:
+        return (
+            isinstance(unit, int) and unit % self._step == 0 and 0 <= unit // self._step < len(self)
+        )
 
     def index(self, unit: Any, start: int = 0, stop: int | None = None) -> int:
         """Return the turn of a unit."""
@@ -386,6 +391,16 @@ class SlicedRules(TrainingRules):
         falls = kind.kind in self.falling
         return Turns(self.slicing.slices, len(units), falls=falls, first_only=joined)
 
+    def over(self, whole: TrainingRules) -> TrainingRules:
+        return replace(self, whole=whole)
+
+    def backward_of(self, unit: int) -> PassKind:
+        return _B if self.slicing.joins_weight and unit % self.slicing.slices else _BW
+
+    @property
+    def units_at_once(self) -> int:
+        return self.slicing.slices
+
     def unit_name(self, kind: PassKind) -> str:
         return "slice"
 
@@ -430,10 +445,6 @@ class SlicedCosts(Costs):
     def one_f_one_b_peak(self) -> float:
         """Return 1F1B's peak, of whole microbatches."""
         return self.whole_peak
-
-    def in_turns(self) -> TurnCosts:
-        """Return the costs for a search, by turn."""
-        return TurnCosts(**{it.name: getattr(self, it.name) for it in fields(SlicedCosts)})
 
     def for_placement(self, placement: Placement) -> StageCosts:
         """Return the costs by stage; of a joined W all in the row of slice 0.
@@ -491,13 +502,12 @@ def _joined(group: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
 # --- from turns to units
 
 
-def in_units(schedule: Schedule, slicing: Slicing) -> Schedule:
-    """Return a schedule whose passes count turns as one of units, under the rules of slices."""
-    n, whole = slicing.slices, schedule.rules
-    assert isinstance(whole, TrainingRules)
-    rules = SlicedRules(slicing, whole)
-    turns = list(Turns(n, schedule.num_microbatches))
-    units = [Unit(u, n) for u in range(schedule.num_microbatches)]
+def in_units(ranks: Sequence[Sequence[Pass]], rules: SlicedRules) -> list[list[Pass]]:
+    """Return an order whose passes count turns as one of units."""
+    slicing = rules.slicing
+    n, most = slicing.slices, 1 + max(p.microbatch for rank in ranks for p in rank)
+    turns = list(Turns(n, most))
+    units = [Unit(u, n) for u in range(most)]
 
     def passes(rank: Sequence[Pass]) -> Iterator[Pass]:
         for kind, stage, k in rank:
@@ -507,8 +517,7 @@ def in_units(schedule: Schedule, slicing: Slicing) -> Schedule:
             elif not (is_early and kind is _W):
                 yield Pass(_B if is_early and kind is _BW else kind, stage, turns[k])
 
-    ranks = tuple(tuple(passes(rank)) for rank in schedule.ranks)
-    return replace(schedule, ranks=ranks, rules=rules)
+    return [[*passes(rank)] for rank in ranks]
 
 
 def of_table(schedule: Schedule, slicing: Slicing) -> Schedule:
@@ -522,84 +531,3 @@ def of_table(schedule: Schedule, slicing: Slicing) -> Schedule:
     joined = all(p.microbatch % n == 0 for rank in ranks for p in rank if p.kind in (_W, _BW))
     rules = SlicedRules(replace(slicing, joins_weight=joined), rules)
     return replace(schedule, ranks=ranks, rules=rules)
-
-
-# --- orders in turns
-
-
-_OF_WHOLE = TRAINING.by_kind[_BW].memory
-
-
-class _TurnRow(StageCosts):
-    """Costs of F of a unit, and of B and W of the unit whose turn is the same."""
-
-    def change(self, memory: Memory, stage: int) -> float:
-        """Return a change of memory: what is freed is that of the turn."""
-        if memory == _OF_WHOLE:
-            return super().change((("freed_by_whole", -1),), stage)
-        renamed = tuple((f"freed_{name}" if n < 0 else name, n) for name, n in memory)
-        return super().change(renamed, stage)
-
-
-@dataclass(frozen=True)
-class _TurnTable(StageCosts):
-    """Costs by turn on one placement; ``slices`` of them are a microbatch."""
-
-    slices: int = 1
-
-    def forward_of(self, turn: int) -> int:
-        return Turns(self.slices, len(self.microbatches))[turn]
-
-    @cached_property
-    def largest_activation(self) -> tuple[float, ...]:
-        """Memory of a whole microbatch, at most: all slices are held when its first B begins."""
-        n, rows = self.slices, [row.activation for row in self.microbatches]
-        wholes = [map(sum, zip(*rows[i : i + n], strict=True)) for i in range(0, len(rows), n)]
-        return tuple(map(max, zip(*wholes, strict=True)))
-
-
-@dataclass(frozen=True)
-class TurnCosts(SlicedCosts):
-    """Costs for searches, which count turns."""
-
-    @cached_property
-    def _tables(self) -> dict[Placement, StageCosts]:
-        return {}
-
-    def for_placement(self, placement: Placement) -> StageCosts:
-        if placement not in self._tables:
-            self._tables[placement] = self._in_turns(self.by_unit(placement))
-        return self._tables[placement]
-
-    def by_unit(self, placement: Placement) -> StageCosts:
-        """Return the costs by stage and unit."""
-        return super().for_placement(placement)
-
-    def _in_turns(self, table: StageCosts) -> StageCosts:
-        n, rows = self.slicing.slices, table.microbatches
-        made: dict[tuple[int, int], _TurnRow] = {}
-        found = []
-        for row, unit in zip(rows, Turns(n, len(rows)), strict=True):
-            key = id(row), id(rows[unit])
-            if key not in made:
-                made[key] = self._row(row, rows[unit])
-            found.append(made[key])
-        return _TurnTable(**_fields(table) | {"microbatches": tuple(found)}, slices=n)
-
-    def _row(self, there: StageCosts, back: StageCosts) -> _TurnRow:
-        held, whole = back.held_for_weight, back.activation
-        freed = held
-        if self.slicing.joins_weight:  # a whole backward frees what B does, and all that W does
-            freed = back.memory.get(_HELD, (0.0,) * len(held))
-            whole = tuple(a - h + f for a, h, f in zip(back.activation, held, freed, strict=True))
-        tables = {
-            name: getattr(back, name)
-            for name in ("backward", "backward_p2p", "weight", "held_for_weight", "whole")
-        }
-        memory = {"activation": back.activation, "held_for_weight": freed, "by_whole": whole}
-        others = tuple((f"freed_{name}", table) for name, table in memory.items())
-        return _TurnRow(**_fields(there) | tables | {"memory_of_others": others})
-
-
-def _fields(table: StageCosts) -> dict[str, Any]:
-    return {it.name: getattr(table, it.name) for it in fields(StageCosts)}

@@ -84,10 +84,6 @@ class StageCosts:
         """Return the costs of one microbatch."""
         return self.microbatches[microbatch] if self.microbatches else self
 
-    def forward_of(self, turn: int) -> int:
-        """Return the microbatch whose F the last stage's B of that turn needs."""
-        return turn
-
     def rows(self, num_microbatches: int) -> list[tuple[int, StageCosts]]:
         """Return the costs that microbatches have, each with the number of those that have it."""
         if not self.microbatches:

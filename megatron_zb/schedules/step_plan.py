@@ -33,7 +33,8 @@ from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.kernels import Compiled, Engine, fastest
 from megatron_zb.schedules.search.place_w import fuse_for_free
 from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
-from megatron_zb.schedules.search.runner import Problem, Runner
+from megatron_zb.schedules.search.problem import Problem
+from megatron_zb.schedules.search.runner import Runner
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.stage_costs import StageCosts
 

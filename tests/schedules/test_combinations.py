@@ -158,6 +158,7 @@ OTHERS = {
     "costs": "by field",
     "limit": "checked by every schedule: see tests of limits",
     "quick": "the effort of a search",
+    "rules": "those of slices, which follow from a Slicing",
 }
 
 

@@ -33,7 +33,7 @@ from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.search.hill_climbing import Effort
 from megatron_zb.schedules.search.pair_search import search_pairs
 from megatron_zb.schedules.search.place_w import fuse_for_free, join_all, split_all
-from megatron_zb.schedules.search.runner import Problem
+from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.simulator import simulate
 
 F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW

@@ -23,7 +23,7 @@ from megatron_zb.schedules.search import kernels, paired_recompute, placement_se
 from megatron_zb.schedules.search.hill_climbing import Effort
 from megatron_zb.schedules.search.paired_recompute import search_paired_recompute
 from megatron_zb.schedules.search.place_w import GapFiller
-from megatron_zb.schedules.search.runner import Problem
+from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.simulator import simulate
 
 F, B, W, R, M, K = map(PassKind, "FBWRMK")
@@ -193,7 +193,8 @@ def test_a_filled_order_takes_the_time_of_its_pairs() -> None:
     ]
     order, costs = (first, last), costs_of(2)
     table, pairs = costs.for_placement(looped(2)), frozenset({Pass(F, 1, 1), Pass(F, 1, 2)})
-    filler = GapFiller(looped(2), order, table, (3.0, 3.0), kernels.Plain(), pairs)
+    problem = Problem(looped(2), 3, table, (3.0, 3.0))
+    filler = GapFiller(problem, order, kernels.Plain(), pairs)
     for eagerness in (1.0, 0.0):
         filled = filler.fill(eagerness)
         assert filled is not None

@@ -23,7 +23,7 @@ from megatron_zb.schedules.placement import looped, wave
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.search import kernels, recompute_search
 from megatron_zb.schedules.search.hill_climbing import Effort
-from megatron_zb.schedules.search.runner import Problem
+from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.simulator import simulate
 
 F, B, W, BW, R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R

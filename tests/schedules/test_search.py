@@ -23,7 +23,8 @@ from megatron_zb.schedules.search.kernels import (
     forget_unreadable,
 )
 from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
-from megatron_zb.schedules.search.runner import Effort, Problem, Runner
+from megatron_zb.schedules.search.problem import Problem
+from megatron_zb.schedules.search.runner import Effort, Runner
 
 _P, _M = 4, 8
 _COSTS = schedules.Costs.uniform(pipeline_size=_P, forward=1.0, backward=1.21, weight=0.83, p2p=0.1)

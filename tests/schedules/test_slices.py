@@ -27,9 +27,10 @@ from megatron_zb.schedules.request import LimitTooSmall
 from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.kernels import Plain
 from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
-from megatron_zb.schedules.search.runner import Problem, Runner
+from megatron_zb.schedules.search.problem import Problem
+from megatron_zb.schedules.search.runner import Runner
 from megatron_zb.schedules.sliced_families import sliced_bound
-from megatron_zb.schedules.slices import Slicing, least_tokens, slicing_of
+from megatron_zb.schedules.slices import SlicedRules, Slicing, least_tokens, slicing_of
 
 F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 NAMES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto")
@@ -352,9 +353,11 @@ def test_auto_is_never_slower_than_fused_orders_in_their_memory(
 @pytest.mark.parametrize("lengths", [(8.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 8.0)])
 def test_no_run_gets_stuck_in_the_memory_of_one_microbatch(lengths: tuple[float, ...]) -> None:
     p, m, placement = 3, 3, v_shape(3)
-    table = Slicing(lengths, joins_weight=False).costs(_costs(p), m).in_turns()
+    slicing = Slicing(lengths, joins_weight=False)
+    table, rules = slicing.costs(_costs(p), m), SlicedRules(slicing)
     for share in (1.0, 1.2, 1.5):
-        problem = Problem(placement, m * 4, table.for_placement(placement), (share,) * p)
+        costs = table.for_placement(placement)
+        problem = Problem(placement, m * 4, costs, (share,) * p, rules=rules)
         runner = Runner(problem, Plain())
         for numbers in PRESETS:
             assert runner.makespan(PriorityWeights.from_preset(numbers, 2, p)) < INFINITY

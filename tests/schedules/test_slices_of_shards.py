@@ -116,7 +116,7 @@ def test_slices_of_shards_keep_their_order_and_their_limit(
     shares = [length / sum(lengths) for length in slicing.lengths]
     _check_times(timeline, slicing.slices, HOP * min(shares))
     _check_orders(schedule, found)
-    assert _logits(schedule, shares) == pytest.approx(HELD * max(shares))  # one slice's at a time
+    assert _logits(schedule, shares) <= 2 * HELD * max(shares) * (1 + 1e-9)  # of two slices
     assert max(timeline.peak_memory) <= limit * p + 1e-6
     assert schedule.report is not None
     assert schedule.report.lower_bound <= timeline.makespan * (1 + 1e-9)

@@ -17,7 +17,8 @@ from megatron_zb.schedules.placement import looped, v_shape
 from megatron_zb.schedules.request import LimitTooSmall
 from megatron_zb.schedules.search.kernels import Plain
 from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
-from megatron_zb.schedules.search.runner import Problem, Runner
+from megatron_zb.schedules.search.problem import Problem
+from megatron_zb.schedules.search.runner import Runner
 
 LENGTHS = (1, 2, 1, 4)
 SEARCHED = ("zb-1p", "v-half", "1f1b-v")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.search import recompute_search
-from megatron_zb.schedules.search.runner import Problem
+from megatron_zb.schedules.search.problem import Problem
 
 
 def within_a_limit(draw: st.DrawFn, placement: Placement, m: int, costs: Costs) -> Problem:

@@ -19,7 +19,8 @@ from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
-from megatron_zb.schedules.search.runner import Coded, Effort, Problem, Runner
+from megatron_zb.schedules.search.problem import Problem
+from megatron_zb.schedules.search.runner import Coded, Effort, Runner
 
 
 @dataclass(frozen=True)

@@ -25,43 +25,86 @@ _ROUNDING = 1e-9  # relative, of sums in another order
 class Graph(NamedTuple):
     """Passes of a problem as numbers: what each takes, what it waits for and what waits for it.
 
-    A pass is coded ``(kind * S + stage) * m + microbatch`` with kind 0 F, 1 B, 2 W; unless
-    ``split``, W has no code in an order and its seconds follow those of B. By code are: the rank,
-    the ``maker`` of the input and the ``reader`` of the output (-1 for none), the seconds of the
-    pass and of the ``latency`` of its input, and the memory that it takes, or frees if negative.
-    ``stage_at[r * chunks + c]`` is the stage of chunk c on rank r, ``limit[r]`` the memory of rank
-    r, ``work[r]`` the seconds of all its passes; ``tail_seconds[r]`` follow the last pass of rank r
-    before it counts as done. Unless all microbatches are ``alike``, ``before[s * (m + 1) + j]`` is
-    how many average ones the first j are on stage s, by their memory.
+    A *row* is a kind of pass on one stage. Its passes have the codes ``first[row]`` to
+    ``first[row + 1] - 1``, in the order in which its rank runs them. The rows of F come first, with
+    the codes below ``forwards``, then those of B, below ``backwards``, then those of W, below
+    ``weights``. An R, where orders have it, has the code of its F plus ``weights``. Unless
+    ``split``, no pass of W has a code, and ``after`` has its seconds by code of B.
+
+    By code are: the ``row``, the ``rank``, the ``cell`` (the F of the same unit and stage), the
+    pass ``before`` it that its row needs of the same cell, the ``maker`` of an input from another
+    one, the ``reader`` of the output (-1 for none), the seconds of the pass and of the ``latency``
+    of its input, the memory that it takes, or frees if negative, the ``weight`` pass that a B makes
+    ready (-1 for none), and the ``flight``: the number of average microbatches that F brings into
+    its stage and B takes out of it.
+
+    ``place[r]`` is the first place of rank r in an order. ``leads[lead_first[r] + i]`` are the rows
+    that rank r chooses from, beside W, and ``lead_kind`` their kinds in :class:`Priorities`;
+    ``stage[row]`` is that of a row. ``limit[r]`` is the memory of rank r, of which F, B and W may
+    fill ``room[r]``; ``work[r]`` are the seconds of all its passes; ``tail_seconds[r]`` follow its
+    last pass before it counts as done.
+
+    Passes of a vocabulary-parallel output layer have the codes from ``weights`` on, and their
+    inputs are :class:`Edges`.
     """
 
     pipeline_size: int
     chunks: int
-    num_microbatches: int
+    forwards: int
+    backwards: int
+    weights: int
     split: bool
-    stage_at: Any
+    first: Any
+    stage: Any
+    row: Any
     rank: Any
+    cell: Any
+    before: Any
     maker: Any
     reader: Any
     seconds: Any
     latency: Any
     memory: Any
+    weight: Any
+    flight: Any
+    after: Any
+    place: Any
+    leads: Any
+    lead_kind: Any
+    lead_first: Any
     limit: Any
+    room: Any
     work: Any
     tail_seconds: Any
-    alike: bool
-    before: Any
+
+
+class Edges(NamedTuple):
+    """Inputs of passes that have several, or whose output several passes read.
+
+    Beside ``maker`` and ``reader`` of a :class:`Graph`. The outputs of ``code`` are
+    ``out_node[out_first[code]:out_first[code + 1]]``, each after the seconds ``out_lag``; its
+    inputs from other cells likewise. ``missing`` is the number of inputs of each pass, with those
+    of its own cell. A shard holds the logits of ``most`` units at once.
+    """
+
+    most: int
+    missing: Any
+    in_first: Any
+    in_node: Any
+    in_lag: Any
+    out_first: Any
+    out_node: Any
+    out_lag: Any
 
 
 class Priorities(NamedTuple):
     """Numbers that steer a greedy run.
 
-    ``quota[r * chunks + c]`` bounds the microbatches in flight of chunk c, by their memory.
-    ``score`` holds, for the kinds F0.., B0.., W: bias, slope along the ranks, bias once all F of
-    chunk 0 are out; then the weight of waiting inputs, of pending W, and the number of pending W
-    that forces one.
-    ``rank_bias[r * kinds + k]`` is added to the score of the k-th of these kinds, only on rank r.
-    A run ends as soon as its makespan will certainly be above ``bound``.
+    ``quota[s]`` bounds the microbatches in flight of stage s, by their memory. ``score`` holds, for
+    the kinds F0.., B0.., W, O, P, V: bias, slope along the ranks, bias once all F of the rank's
+    first lead are out; then the weight of waiting inputs, of pending W, and the number of pending W
+    that forces one. ``rank_bias[r * kinds + k]`` is added to the score of the k-th of these kinds,
+    only on rank r. A run ends as soon as its makespan will certainly be above ``bound``.
     """
 
     quota: Any
@@ -71,11 +114,24 @@ class Priorities(NamedTuple):
 
 
 class GreedySpace(NamedTuple):
-    """Working space of a greedy run: by code the first, by rank the others."""
+    """Working space of a greedy run: by code, by place, by row, by stage, and by rank the others.
+
+    ``pending[place[r] + i]`` is the i-th W of rank r that was ready; it has run those before
+    ``oldest[r]``, and ``newest[r]`` were ready in all. ``upcoming`` is the next pass of each row.
+    ``missing`` counts the inputs of a pass that have not been made; ``touched[r]`` is 1 for a rank
+    that has to choose anew.
+    """
 
     ready: Any
+    arrival: Any
+    missing: Any
+    touched: Any
     pending: Any
-    counts: Any
+    upcoming: Any
+    in_flight: Any
+    oldest: Any
+    newest: Any
+    placed: Any
     clock: Any
     held: Any
     left: Any
@@ -101,8 +157,8 @@ class Moves(NamedTuple):
 class RecomputeCosts(NamedTuple):
     """Units (stage and microbatch) whose activations R recomputes before B.
 
-    By unit: the seconds of R, and the memory that it saves. An order has R, of kind 3, of every
-    unit: one that is kept takes no time there. Where passes communicate, an order has no R: each
+    By code of F: the seconds of R, and the memory that it saves. An order has an R of every unit:
+    one that is kept takes no time there. Where passes communicate, an order has no R: each
     runs right before its B, or before the pair that this is in.
     """
 
@@ -113,7 +169,7 @@ class RecomputeCosts(NamedTuple):
 class ReplaySpace(NamedTuple):
     """Working space of a local search.
 
-    By code the first three, by rank the next four; ``next_of`` by kind and stage, ``kept`` and
+    By code the first three, by rank the next four; ``next_of`` by row, ``kept`` and
     ``kept_flags`` by place. ``span`` has the first place that a move changed, and how many.
     """
 
@@ -148,8 +204,12 @@ class PairPriorities(NamedTuple):
     bias: Any
 
 
+# --- greedy run of all ranks
+
+
 def run_list_scheduler(
     graph: Graph,
+    edges: Edges | None,
     pair_costs: PairCosts | None,
     priorities: Priorities,
     pair_priorities: PairPriorities,
@@ -159,20 +219,23 @@ def run_list_scheduler(
 ) -> float:
     """Fill ``order`` and ``paired``; return the makespan, INFINITY if stuck or above the bound.
 
-    Every rank has chosen an action; the rank whose action starts earliest runs it. Then this rank
-    chooses anew, and so do those that read what it made.
+    1. Every rank has chosen an action: the one that it would start now or wait for.
+    2. The rank whose action starts earliest runs it.
+    3. This rank chooses anew, and so do those that read what it made.
     """
-    p, split = graph.pipeline_size, graph.split
-    block, per_rank = sizes_of(graph)
+    p, total = graph.pipeline_size, graph.place[graph.pipeline_size]
     choice_start, clock, left = space.choice_start, space.clock, space.left
     seconds, tail_seconds = graph.seconds, graph.tail_seconds
     bound = priorities.bound * (1.0 + _ROUNDING)
-    reset(graph, pair_costs, space, paired)
+    reset(graph, edges, pair_costs, space, paired)
     done, makespan = 0, 0.0
     second, third = -1, -1  # readers, beside the rank itself
     rank = -1
-    while done < p * per_rank:
-        for turn in range(p if rank < 0 else 3):
+    while done < total:
+        turns = p if rank < 0 else 3
+        if edges is not None:
+            turns = p
+        for turn in range(turns):
             if rank < 0:
                 r = turn
             elif turn == 0:
@@ -181,6 +244,8 @@ def run_list_scheduler(
                 r = second if second != rank else -1
             else:
                 r = third if third != rank and third != second else -1
+            if edges is not None:
+                r = turn if space.touched[turn] == 1 else -1
             if r >= 0:
                 choose_action(graph, pair_costs, priorities, pair_priorities, space, r)
         rank = -1
@@ -192,8 +257,8 @@ def run_list_scheduler(
             return INFINITY
         code, other = take_action(graph, pair_costs, space, rank)
         end = earliest + seconds[code]
-        if not split and code >= block:
-            end += seconds[code + block]
+        if not graph.split:
+            end += graph.after[code]
         if pair_costs is not None:
             if other >= 0:
                 end = earliest + pair_seconds(graph, pair_costs, code, other)
@@ -203,37 +268,51 @@ def run_list_scheduler(
             left[rank] -= end - earliest
             if end + left[rank] + tail_seconds[rank] > bound:
                 return INFINITY
-        second = hand_over(graph, space, order, rank, code, end)
-        third = hand_over(graph, space, order, rank, other, end) if other >= 0 else -1
+        if edges is not None:
+            for r in range(p):
+                space.touched[r] = 0
+            space.touched[rank] = 1
+            hand_out(graph, edges, space, code, end)
+        second = hand_over(graph, edges, space, order, rank, code, end)
+        third = hand_over(graph, edges, space, order, rank, other, end) if other >= 0 else -1
         done += 1 if other < 0 else 2
         makespan = max(makespan, end + tail_seconds[rank])
     return makespan
 
 
-def sizes_of(graph: Graph) -> tuple[int, int]:
-    """Return the number of forward passes, and of all passes of a rank in an order."""
-    of_rank = graph.chunks * graph.num_microbatches
-    return graph.pipeline_size * of_rank, (3 if graph.split else 2) * of_rank
-
-
-def reset(graph: Graph, pair_costs: PairCosts | None, space: GreedySpace, paired: Any) -> None:
-    """Prepare the space for a run.
-
-    ``counts`` has for each rank: F done and B done of each chunk, first and last pending W, passes.
-    """
-    block, _ = sizes_of(graph)
-    width = 2 * graph.chunks + 3
-    for code in range(2 * block):
-        space.ready[code] = 0.0 if code < graph.num_microbatches else INFINITY
+def reset(
+    graph: Graph,
+    edges: Edges | None,
+    pair_costs: PairCosts | None,
+    space: GreedySpace,
+    paired: Any,
+) -> None:
+    """Prepare the space for a run: only the F of the first stage have their inputs."""
+    for code in range(graph.forwards):
+        space.ready[code] = 0.0 if graph.maker[code] < 0 else INFINITY
+    for code in range(graph.forwards, graph.backwards):
+        space.ready[code] = INFINITY
+    if edges is not None:
+        for code in range(len(space.ready)):
+            if code >= graph.weights:
+                space.ready[code] = INFINITY
+            space.arrival[code] = 0.0
+            space.missing[code] = edges.missing[code]
+        for r in range(graph.pipeline_size):
+            space.touched[r] = 1
     if pair_costs is not None:
-        for code in range(block):
+        for code in range(graph.forwards):
             paired[code] = 0
+    for row in range(len(graph.stage)):
+        space.upcoming[row] = graph.first[row]
+        space.in_flight[graph.stage[row]] = 0.0
     for r in range(graph.pipeline_size):
         space.clock[r] = 0.0
         space.held[r] = 0.0
         space.left[r] = graph.work[r]
-        for i in range(width):
-            space.counts[r * width + i] = 0
+        space.oldest[r] = 0
+        space.newest[r] = 0
+        space.placed[r] = graph.place[r]
 
 
 def choose_action(
@@ -246,100 +325,94 @@ def choose_action(
 ) -> None:
     """Choose what a rank runs next: the action with the lowest score, in ``choice``.
 
-    It is one of the forward and backward of each of its chunks, its oldest pending weight gradient
-    and, where passes communicate, each pair of a forward and a backward.
+    It is the next pass of one of its leads, its oldest pending weight gradient (numbered behind
+    them) or, where passes communicate, a pair of a forward and a backward (numbered behind it).
+    Among equal scores the first one wins.
     """
-    p, chunks, m = graph.pipeline_size, graph.chunks, graph.num_microbatches
-    seconds, memory, limit = graph.seconds, graph.memory, graph.limit
-    stage_at, quota, score = graph.stage_at, priorities.quota, priorities.score
-    alike, before = graph.alike, graph.before
-    counts, ready_at, pending = space.counts, space.ready, space.pending
-    block, kinds, base = p * chunks * m, 2 * chunks + 1, r * (2 * chunks + 3)
-    weight = 2 * chunks  # the kind of W
+    chunks, first, cell = graph.chunks, graph.first, graph.cell
+    seconds, memory, room = graph.seconds, graph.memory, graph.room
+    upcoming, ready_at = space.upcoming, space.ready
+    base = graph.lead_first[r]
+    leads = graph.lead_first[r + 1] - base
     now = space.clock[r]
-    position = (r / (p - 1) if p > 1 else 0.0) - 0.5
-    head = counts[base + weight]
-    waiting = counts[base + weight + 1] - head
-    late = counts[base] >= m
-    best, best_kind, best_start = INFINITY, -1, INFINITY
-    if waiting > 0 and waiting > score[3 * kinds + 2]:
-        space.choice[r], space.choice_start[r] = weight, now
+    lead = graph.leads[base]
+    late = upcoming[lead] >= first[lead + 1]
+    waiting = space.newest[r] - space.oldest[r]
+    kinds = 2 * chunks + 4
+    position = (r / (graph.pipeline_size - 1) if graph.pipeline_size > 1 else 0.0) - 0.5
+    best, best_choice, best_start = INFINITY, -1, INFINITY
+    if waiting > 0 and waiting > priorities.score[3 * kinds + 2]:
+        space.choice[r], space.choice_start[r] = leads, now
         return
-    # among equal scores the first one wins: F of a chunk, then its B; but with pairs all F first,
-    # each with the pairs that it could be in
-    for outer in range(chunks if pair_costs is None else 2):
-        for inner in range(2 if pair_costs is None else chunks):
-            c = outer if pair_costs is None else inner
-            half = inner if pair_costs is None else outer
-            k = c + half * chunks
-            mb = counts[base + k]
-            if mb >= m:
+    for i in range(leads):
+        row = graph.leads[base + i]
+        code = upcoming[row]
+        if code >= first[row + 1]:
+            continue
+        ready = ready_at[code]
+        if ready >= INFINITY:
+            continue
+        after, makes_room = now, False
+        if code < graph.forwards:  # row s is that of F of stage s
+            if space.in_flight[row] + graph.flight[code] > priorities.quota[row]:
                 continue
-            code = stage_at[r * chunks + c] * m + mb + half * block
-            ready = ready_at[code]
-            if ready >= INFINITY:
+            if space.held[r] + memory[code] > room[r]:
+                if waiting == 0:
+                    continue
+                # room only once the oldest W has run
+                oldest = space.pending[graph.place[r] + space.oldest[r]]
+                after, makes_room = now + seconds[oldest], True
+        elif code >= graph.weights:  # of a shard, whose logits are held for so many microbatches
+            at = graph.stage[row]
+            if space.in_flight[at] + graph.flight[code] > priorities.quota[at]:
                 continue
-            after, makes_room = now, False
-            if half == 0:
-                if c < chunks - 1:
-                    done = counts[base + chunks + c]
-                    if alike:
-                        in_flight = mb + 1.0 - done
-                    else:
-                        row = stage_at[r * chunks + c] * (m + 1)
-                        in_flight = before[row + mb + 1] - before[row + done]
-                    if in_flight > quota[r * chunks + c]:
-                        continue
-                if space.held[r] + memory[code] > limit[r]:
-                    if waiting == 0:
-                        continue
-                    # room only once the oldest W has run
-                    after, makes_room = now + seconds[pending[r * chunks * m + head]], True
-            start = ready if ready > after else after
-            own = score_of(priorities, kinds, k, r, position, ready - now, late)
-            if start + own < best:
-                best = start + own
-                best_kind = weight if makes_room else k
-                best_start = now if makes_room else start
-            if pair_costs is not None:
-                for d in range(chunks if half == 0 else 0):
-                    other_mb = counts[base + chunks + d]
-                    if other_mb >= m:
-                        continue
-                    other = block + stage_at[r * chunks + d] * m + other_mb
-                    if other == code + block or ready_at[other] >= INFINITY:
-                        continue
-                    hides = hidden_seconds(graph, pair_costs, code, other)
-                    if hides <= 0.0:
-                        continue
-                    begin = ready_at[other] if ready_at[other] > start else start
-                    lead = ready_at[other] - now
-                    its = score_of(priorities, kinds, chunks + d, r, position, lead, late)
-                    value = begin + (own + its) / 2 + pair_priorities.bias[c * chunks + d]
-                    value -= pair_priorities.gain * hides
-                    if value < best:
-                        best = value
-                        best_kind = weight if makes_room else kinds + c * chunks + d
-                        best_start = now if makes_room else begin
+        start = ready if ready > after else after
+        kind = graph.lead_kind[base + i]
+        own = score_of(priorities, kinds, kind, r, position, ready - now, late)
+        if start + own < best:
+            best = start + own
+            best_choice = leads if makes_room else i
+            best_start = now if makes_room else start
+        if pair_costs is not None:
+            for d in range(chunks if i < chunks else 0):
+                behind = graph.leads[base + chunks + d]
+                other = upcoming[behind]
+                if other >= first[behind + 1]:
+                    continue
+                if cell[other] == code or ready_at[other] >= INFINITY:
+                    continue
+                hides = hidden_seconds(graph, pair_costs, code, other)
+                if hides <= 0.0:
+                    continue
+                begin = ready_at[other] if ready_at[other] > start else start
+                ahead = ready_at[other] - now
+                its = score_of(priorities, kinds, chunks + d, r, position, ahead, late)
+                value = begin + (own + its) / 2 + pair_priorities.bias[i * chunks + d]
+                value -= pair_priorities.gain * hides
+                if value < best:
+                    best = value
+                    best_choice = leads if makes_room else leads + 1 + i * chunks + d
+                    best_start = now if makes_room else begin
     if waiting > 0:
+        weight, score = 2 * chunks, priorities.score
         value = now - score[3 * kinds + 1] * (waiting - 1)
         value = value + score[weight] + score[kinds + weight] * position
         value += priorities.rank_bias[r * kinds + weight]
         if late:
             value += score[2 * kinds + weight]
         if value < best:
-            best_kind, best_start = weight, now
-    space.choice[r], space.choice_start[r] = best_kind, best_start
+            best_choice, best_start = leads, now
+    space.choice[r], space.choice_start[r] = best_choice, best_start
 
 
 def score_of(
-    priorities: Priorities, kinds: int, k: int, r: int, position: float, lead: float, late: bool
+    priorities: Priorities, kinds: int, k: int, r: int, position: float, ahead: float, late: bool
 ) -> float:
-    """Return the score of a forward or backward pass whose input is ready in ``lead`` seconds."""
+    """Return the score of a pass of the k-th kind whose input is ready in ``ahead`` seconds."""
     score = priorities.score
     value = score[k] + score[kinds + k] * position + priorities.rank_bias[r * kinds + k]
-    if lead < 0.0:
-        value += score[3 * kinds] * lead
+    if ahead < 0.0:
+        value += score[3 * kinds] * ahead
     if late:
         value += score[2 * kinds + k]
     return value
@@ -349,42 +422,63 @@ def take_action(
     graph: Graph, pair_costs: PairCosts | None, space: GreedySpace, r: int
 ) -> tuple[int, int]:
     """Count what a rank has chosen; return its pass, and the backward of a pair or -1."""
-    chunks, m, counts, stage_at = graph.chunks, graph.num_microbatches, space.counts, graph.stage_at
-    block, base = graph.pipeline_size * chunks * m, r * (2 * chunks + 3)
-    kind, other = space.choice[r], -1
-    if kind == 2 * chunks:  # W, wanted for itself or to make room
-        head = counts[base + kind]
-        counts[base + kind] = head + 1
-        return space.pending[r * chunks * m + head], other
+    base = graph.lead_first[r]
+    leads = graph.lead_first[r + 1] - base
+    i, other = space.choice[r], -1
+    if i == leads:  # W, wanted for itself or to make room
+        head = space.oldest[r]
+        space.oldest[r] = head + 1
+        return space.pending[graph.place[r] + head], other
     if pair_costs is not None:
-        if kind > 2 * chunks:
-            kind, d = (kind - 2 * chunks - 1) // chunks, (kind - 2 * chunks - 1) % chunks
-            mb = counts[base + chunks + d]
-            counts[base + chunks + d] = mb + 1
-            other = block + stage_at[r * chunks + d] * m + mb
-    mb = counts[base + kind]
-    counts[base + kind] = mb + 1
-    if kind < chunks:
-        return stage_at[r * chunks + kind] * m + mb, other
-    return block + stage_at[r * chunks + kind - chunks] * m + mb, other
+        if i > leads:
+            i, d = (i - leads - 1) // graph.chunks, (i - leads - 1) % graph.chunks
+            behind = graph.leads[base + graph.chunks + d]
+            other = space.upcoming[behind]
+            space.upcoming[behind] = other + 1
+            space.in_flight[graph.stage[behind]] += graph.flight[other]
+    row = graph.leads[base + i]
+    code = space.upcoming[row]
+    space.upcoming[row] = code + 1
+    space.in_flight[graph.stage[row]] += graph.flight[code]
+    return code, other
 
 
-def hand_over(graph: Graph, space: GreedySpace, order: Any, r: int, code: int, end: float) -> int:
+def hand_out(graph: Graph, edges: Edges, space: GreedySpace, code: int, end: float) -> None:
+    """Publish the output of a pass along its edges, and mark the ranks of what is ready now."""
+    for i in range(edges.out_first[code], edges.out_first[code + 1]):
+        reader = edges.out_node[i]
+        space.arrival[reader] = max(space.arrival[reader], end + edges.out_lag[i])
+        space.missing[reader] -= 1
+        if space.missing[reader] == 0:
+            space.ready[reader] = space.arrival[reader]
+            space.touched[graph.rank[reader]] = 1
+
+
+def hand_over(
+    graph: Graph,
+    edges: Edges | None,
+    space: GreedySpace,
+    order: Any,
+    r: int,
+    code: int,
+    end: float,
+) -> int:
     """Put a pass that ends then into the order; return the rank that reads its output, or -1."""
-    chunks, counts = graph.chunks, space.counts
-    block, per_rank = sizes_of(graph)
-    base = r * (2 * chunks + 3)
-    order[r * per_rank + counts[base + 2 * chunks + 2]] = code
-    counts[base + 2 * chunks + 2] += 1
-    space.held[r] += graph.memory[code]
-    if graph.split and block <= code < 2 * block:
-        tail = counts[base + 2 * chunks + 1]
-        counts[base + 2 * chunks + 1] = tail + 1
-        space.pending[r * chunks * graph.num_microbatches + tail] = code + block
+    order[space.placed[r]] = code
+    space.placed[r] += 1
+    if code < graph.weights:
+        space.held[r] += graph.memory[code]
+    if graph.split:
+        weight = graph.weight[code]
+        if weight >= 0:
+            space.pending[graph.place[r] + space.newest[r]] = weight
+            space.newest[r] += 1
     following = graph.reader[code]
     if following < 0:
         return -1
     space.ready[following] = end + graph.latency[following]
+    if edges is not None:
+        space.touched[graph.rank[following]] = 1
     return graph.rank[following]
 
 
@@ -399,8 +493,7 @@ def backward_seconds(graph: Graph, backward: int) -> float:
     """Return the seconds of a backward pass outside of a pair, with those of W unless split."""
     if graph.split:
         return graph.seconds[backward]
-    block, _ = sizes_of(graph)
-    return graph.seconds[backward] + graph.seconds[backward + block]
+    return graph.seconds[backward] + graph.after[backward]
 
 
 def hidden_seconds(graph: Graph, pair_costs: PairCosts, forward: int, backward: int) -> float:
@@ -409,8 +502,12 @@ def hidden_seconds(graph: Graph, pair_costs: PairCosts, forward: int, backward: 
     return graph.seconds[forward] + alone - pair_seconds(graph, pair_costs, forward, backward)
 
 
+# --- local search
+
+
 def local_search(
     graph: Graph,
+    edges: Edges | None,
     pair_costs: PairCosts | None,
     moves: Moves,
     space: ReplaySpace,
@@ -429,12 +526,7 @@ def local_search(
     of ``best``.
     """
     critical = space.critical
-    kinds = 3
-    if recompute is not None:
-        if pair_costs is None:
-            kinds = 4
-    per_rank = ((3 if graph.split else 2) + kinds - 3) * graph.chunks * graph.num_microbatches
-    total = graph.pipeline_size * per_rank
+    total = len(order)
     steps = moves.steps
     rng = moves.seed % _MODULUS
     lowest = INFINITY
@@ -443,7 +535,7 @@ def local_search(
     path = 0
     for step in range(steps + 1):
         done, makespan, sum_of_ends, final = replay(
-            graph, pair_costs, space, recompute, order, flags, kinds, per_rank
+            graph, edges, pair_costs, space, recompute, order, flags
         )
         allowed = moves.threshold * (1.0 - step / steps) if steps > 0 else 0.0
         value = makespan + moves.mean_weight * sum_of_ends / total
@@ -473,9 +565,9 @@ def local_search(
             rng = (rng * 1103515245 + 12345) % _MODULUS
             code = critical[(rng >> 8) % path]
             if pair_costs is None:
-                rng, moved = move_pass(graph, space, recompute, order, flags, code, per_rank, rng)
+                rng, moved = move_pass(graph, edges, space, recompute, order, flags, code, rng)
             else:
-                rng, moved = move_pair(graph, space, recompute, order, flags, code, per_rank, rng)
+                rng, moved = move_pair(graph, space, recompute, order, flags, code, rng)
             if moved >= 0:
                 break
     return lowest
@@ -484,50 +576,46 @@ def local_search(
 def keep(graph: Graph, space: ReplaySpace, low: int, count: int, order: Any, flags: Any) -> None:
     """Copy a part of the order and its flags, for :func:`restore`."""
     space.span[0], space.span[1] = low, count
-    block = graph.pipeline_size * graph.chunks * graph.num_microbatches
     for i in range(count):
         code = order[low + i]
         space.kept[i] = code
         if flags is not None:
-            space.kept_flags[i] = flags[code] if code < block else 0
+            space.kept_flags[i] = flags[code] if code < graph.forwards else 0
 
 
 def restore(graph: Graph, space: ReplaySpace, order: Any, flags: Any) -> None:
     """Take back the move of which :func:`keep` has kept the part that it changed."""
     low, count = space.span[0], space.span[1]
-    block = graph.pipeline_size * graph.chunks * graph.num_microbatches
     for i in range(count):
         code = space.kept[i]
         order[low + i] = code
         if flags is not None:
-            if code < block:
+            if code < graph.forwards:
                 flags[code] = space.kept_flags[i]
 
 
 def replay(
     graph: Graph,
+    edges: Edges | None,
     pair_costs: PairCosts | None,
     space: ReplaySpace,
     recompute: RecomputeCosts | None,
     order: Any,
     flags: Any,
-    kinds: int,
-    per_rank: int,
 ) -> tuple[int, float, float, int]:
     """Time an order; ``predecessor[code]`` gets the critical predecessor of a pass, -1 for none.
 
     Returns the number of passes that ran, the makespan, the sum of all ends, and the last pass.
     """
-    p, split = graph.pipeline_size, graph.split
-    rank_of, maker, reader = graph.rank, graph.maker, graph.reader
+    p, weights = graph.pipeline_size, graph.weights
+    rank_of, maker, reader, place = graph.rank, graph.maker, graph.reader, graph.place
     seconds, latency, tail_seconds = graph.seconds, graph.latency, graph.tail_seconds
     end, predecessor, position = space.end, space.predecessor, space.position
     clock, waiting, stack = space.clock, space.waiting, space.stack
-    block = p * graph.chunks * graph.num_microbatches
-    for code in range(kinds * block):
+    for code in range(len(end)):
         end[code] = -1.0
     for r in range(p):
-        position[r] = 0
+        position[r] = place[r]
         clock[r] = 0.0
         waiting[r] = -1
         stack[r] = p - 1 - r
@@ -539,14 +627,14 @@ def replay(
     while depth > 0:
         depth -= 1
         r = stack[depth]
-        i = position[r]
-        while i < per_rank:
-            code = order[r * per_rank + i]
+        i, last = position[r], place[r + 1]
+        while i < last:
+            code = order[i]
             start = clock[r]
             if pair_costs is not None:
                 if recompute is not None:
-                    start += seconds_of_r(recompute, order, flags, block, r * per_rank + i)
-            reason = order[r * per_rank + i - 1] if i > 0 else -1
+                    start += seconds_of_r(graph, recompute, order, flags, i)
+            reason = order[i - 1] if i > place[r] else -1
             need = maker[code]
             if need >= 0:
                 if end[need] < 0.0:
@@ -555,10 +643,23 @@ def replay(
                 if end[need] + latency[code] > start:
                     start = end[need] + latency[code]
                     reason = need
+            if edges is not None:
+                missing = -1
+                for k in range(edges.in_first[code], edges.in_first[code + 1]):
+                    need = edges.in_node[k]
+                    if end[need] < 0.0:
+                        missing = need
+                        break
+                    if end[need] + edges.in_lag[k] > start:
+                        start = end[need] + edges.in_lag[k]
+                        reason = need
+                if missing >= 0:
+                    waiting[r] = missing
+                    break
             other = -1
             if pair_costs is not None:
-                if is_paired(code, flags, block):  # a pair waits for the inputs of both
-                    other = order[r * per_rank + i + 1]
+                if is_paired(graph, code, flags):  # a pair waits for the inputs of both
+                    other = order[i + 1]
                     need = maker[other]
                     if need >= 0:
                         if end[need] < 0.0:
@@ -569,15 +670,15 @@ def replay(
                             reason = need
             if recompute is None:
                 finish = start + seconds[code]
-            elif code >= 3 * block:
-                finish = start + recompute.seconds[code - 3 * block] * flags[code - 3 * block]
+            elif code >= weights:
+                finish = start + recompute.seconds[code - weights] * flags[code - weights]
             else:
                 finish = start + seconds[code]
-            if not split and block <= code < 2 * block:
+            if not graph.split and code < weights:
                 if pair_costs is None:
-                    finish += seconds[code + block]
+                    finish += graph.after[code]
                 else:
-                    finish = start + (seconds[code] + seconds[code + block])
+                    finish = start + (seconds[code] + graph.after[code])
             if pair_costs is not None:
                 if other >= 0:
                     finish = start + pair_seconds(graph, pair_costs, code, other)
@@ -598,69 +699,90 @@ def replay(
                         waiting[q] = -1
                         stack[depth] = q
                         depth += 1
+                if edges is not None:
+                    for k in range(edges.out_first[code], edges.out_first[code + 1]):
+                        q = rank_of[edges.out_node[k]]
+                        if q != r and waiting[q] == code:
+                            waiting[q] = -1
+                            stack[depth] = q
+                            depth += 1
                 code, other = other, -1
         position[r] = i
     return done, makespan, sum_of_ends, final
 
 
 def fits(
-    graph: Graph, recompute: RecomputeCosts | None, order: Any, flags: Any, r: int, per_rank: int
+    graph: Graph,
+    edges: Edges | None,
+    recompute: RecomputeCosts | None,
+    order: Any,
+    flags: Any,
+    r: int,
 ) -> bool:
-    """Return whether a rank keeps its memory limit."""
-    block = graph.pipeline_size * graph.chunks * graph.num_microbatches
-    memory, limit = graph.memory, graph.limit[r]
-    held = 0.0
-    for i in range(r * per_rank, (r + 1) * per_rank):
+    """Return whether a rank keeps its memory limit, and holds the logits of few units."""
+    memory, limit, weights = graph.memory, graph.limit[r], graph.weights
+    held, logits = 0.0, 0.0
+    for i in range(graph.place[r], graph.place[r + 1]):
         code = order[i]
+        if edges is not None:
+            if code >= weights:
+                logits += graph.flight[code]
+                if logits > edges.most:
+                    return False
         if recompute is None:
             held += memory[code]
-        elif code >= 3 * block:
-            held += recompute.saved[code - 3 * block] * flags[code - 3 * block]
+        elif code >= weights:
+            held += recompute.saved[code - weights] * flags[code - weights]
         else:
             held += memory[code]
-            if code < block:
+            if code < graph.forwards:
                 held -= recompute.saved[code] * flags[code]
         if held > limit:
             return False
     return True
 
 
+def other_of_stage(graph: Graph, unit: int, draw: int) -> int:
+    """Return the F of the same stage that a random number picks."""
+    row = graph.row[unit]
+    return graph.first[row] + draw % (graph.first[row + 1] - graph.first[row])
+
+
 def move_pass(
     graph: Graph,
+    edges: Edges | None,
     space: ReplaySpace,
     recompute: RecomputeCosts | None,
     order: Any,
     flags: Any,
     code: int,
-    per_rank: int,
     rng: int,
 ) -> tuple[int, int]:
     """Move a pass by some places on its rank, or keep an activation that was recomputed.
 
     Returns the rng, and the rank that was changed, -1 if none could be.
     """
-    m = graph.num_microbatches
-    block = graph.pipeline_size * graph.chunks * m
     rng = (rng * 1103515245 + 12345) % _MODULUS
     choice = rng >> 12
-    r = graph.rank[code % block]
-    first = r * per_rank
-    last = first + per_rank - 1
+    row, cell = graph.row, graph.cell
+    r = graph.rank[code]
+    first = graph.place[r]
+    last = graph.place[r + 1] - 1
     if recompute is not None:
-        if code >= 3 * block or choice % 16 == 0:
-            unit = code % block
-            if flags[unit] == 0:  # another one of the same stage
+        if code >= graph.weights or choice % 16 == 0:
+            unit = cell[code]
+            if flags[unit] == 0:
                 rng = (rng * 1103515245 + 12345) % _MODULUS
-                unit = unit // m * m + (rng >> 8) % m
+                unit = other_of_stage(graph, unit, rng >> 8)
             if flags[unit] == 1 and (rng >> 4) % 4 != 0:
-                keep(graph, space, first, per_rank, order, flags)
+                keep(graph, space, first, last + 1 - first, order, flags)
                 flags[unit] = 0
                 if choice % 2 == 0:
                     rng = (rng * 1103515245 + 12345) % _MODULUS
-                    other = order[first + (rng >> 8) % per_rank] % block
+                    other = cell[order[first + (rng >> 8) % (last + 1 - first)]]
                     if other != unit and flags[other] == 0 and recompute.saved[other] > 0.0:
                         flags[other] = 1
-                if fits(graph, recompute, order, flags, r, per_rank):
+                if fits(graph, edges, recompute, order, flags, r):
                     return rng, r
                 restore(graph, space, order, flags)
                 return rng, -1
@@ -685,8 +807,8 @@ def move_pass(
     while i != to:
         i += step_to
         other = order[i]
-        # the order within a stage: microbatches rise, and F, B, W of one follow each other
-        if other // m == code // m or other % block == code % block:
+        # the order of a row stays, and F, B, W of one unit and stage follow each other
+        if row[other] == row[code] or cell[other] == cell[code]:
             return rng, -1
     keep(graph, space, min(at, to), abs(at - to) + 1, order, flags)
     i = at
@@ -694,7 +816,7 @@ def move_pass(
         order[i] = order[i + step_to]
         i += step_to
     order[to] = code
-    if fits(graph, recompute, order, flags, r, per_rank):
+    if fits(graph, edges, recompute, order, flags, r):
         return rng, r
     restore(graph, space, order, flags)
     return rng, -1
@@ -707,7 +829,6 @@ def move_pair(
     order: Any,
     paired: Any,
     code: int,
-    per_rank: int,
     rng: int,
 ) -> tuple[int, int]:
     """Move a pass or a pair, pair two passes, part a pair, or swap the backwards of two pairs.
@@ -715,7 +836,6 @@ def move_pair(
     Or keep an activation that was recomputed, or the reverse. Returns the rng, and the rank that
     was changed, -1 if none could be.
     """
-    block, _ = sizes_of(graph)
     rng = (rng * 1103515245 + 12345) % _MODULUS
     choice = (rng >> 12) % 16
     rng = (rng * 1103515245 + 12345) % _MODULUS
@@ -723,35 +843,33 @@ def move_pair(
     rng = (rng * 1103515245 + 12345) % _MODULUS
     step = -1 if (rng >> 12) % 2 == 0 else 1
     r = graph.rank[code]
-    first = r * per_rank
-    last = first + per_rank
+    first = graph.place[r]
+    last = graph.place[r + 1]
     at = first
     while order[at] != code:
         at += 1
     if choice < 3 and at > first:  # take what stands before it
         at -= 1
         code = order[at]
-    keep(graph, space, first, per_rank, order, paired)
+    keep(graph, space, first, last - first, order, paired)
     if recompute is not None:
         rng = (rng * 1103515245 + 12345) % _MODULUS
         if (rng >> 12) % _RECOMPUTE_EVERY == 0:
-            rng, changed = change_recompute(
-                graph, recompute, order, paired, code, first, per_rank, rng
-            )
+            rng, changed = change_recompute(graph, recompute, order, paired, code, rng)
             if changed:
-                if keeps_pair_rules(graph, space, recompute, order, paired, r, per_rank):
+                if keeps_pair_rules(graph, space, recompute, order, paired, r):
                     return rng, r
             restore(graph, space, order, paired)
             return rng, -1
     head = at  # of the pair that it belongs to, if any
-    if block <= code < 2 * block and at > first and is_paired(order[at - 1], paired, block):
+    if is_backward(graph, code) and at > first and is_paired(graph, order[at - 1], paired):
         head = at - 1
-    is_pair = is_paired(order[head], paired, block)
+    is_pair = is_paired(graph, order[head], paired)
     changed = True
-    if choice < 8 or code >= 2 * block:
+    if choice < 8 or code >= graph.backwards:
         width = 2 if is_pair else 1
         to = head - distance if step < 0 else head + width + distance
-        to = free_place(order, paired, block, min(max(to, first), last), step, first, last)
+        to = free_place(graph, order, paired, min(max(to, first), last), step, r)
         changed = shift(order, head, width, to)
     elif is_pair and choice < 11:  # part it, in either order
         paired[order[head]] -= 1
@@ -759,19 +877,19 @@ def move_pair(
             order[head], order[head + 1] = order[head + 1], order[head]
     elif is_pair:  # swap backwards with another pair or take a single one
         seek = head + distance * step
-        while first <= seek < last and order[seek] // block != 1:
+        while first <= seek < last and not is_backward(graph, order[seek]):
             seek += step
         changed = first <= seek < last and seek != head + 1
         if changed:
             order[head + 1], order[seek] = order[seek], order[head + 1]
     else:
-        seek = partner_of(order, paired, block, at, step, first, last)
+        seek = partner_of(graph, order, paired, at, step, r)
         changed = seek >= 0
         if changed:  # both to the place of one of the two
             stays, goes = (at, seek) if choice % 2 == 0 else (seek, at)
-            pair_up(order, paired, block, stays, goes)
+            pair_up(graph, order, paired, stays, goes)
     if changed:
-        changed = keeps_pair_rules(graph, space, recompute, order, paired, r, per_rank)
+        changed = keeps_pair_rules(graph, space, recompute, order, paired, r)
     if changed:
         return rng, r
     restore(graph, space, order, paired)
@@ -779,27 +897,19 @@ def move_pair(
 
 
 def change_recompute(
-    graph: Graph,
-    recompute: RecomputeCosts,
-    order: Any,
-    flags: Any,
-    code: int,
-    first: int,
-    per_rank: int,
-    rng: int,
+    graph: Graph, recompute: RecomputeCosts, order: Any, flags: Any, code: int, rng: int
 ) -> tuple[int, bool]:
     """Keep a unit that is recomputed, and maybe recompute another, or just recompute one.
 
     The unit is that of a pass, or another of its stage. Returns the rng, and whether a flag was
     changed.
     """
-    m = graph.num_microbatches
-    block, _ = sizes_of(graph)
     rng = (rng * 1103515245 + 12345) % _MODULUS
-    choice, unit = rng >> 12, code % block
+    choice, unit = rng >> 12, graph.cell[code]
+    r = graph.rank[unit]
     if flags[unit] < 2:
         rng = (rng * 1103515245 + 12345) % _MODULUS
-        unit = unit // m * m + (rng >> 8) % m
+        unit = other_of_stage(graph, unit, rng >> 8)
     if flags[unit] < 2:
         if choice % 4 == 0 and recompute.saved[unit] > 0.0:
             flags[unit] += 2
@@ -808,24 +918,28 @@ def change_recompute(
     flags[unit] -= 2
     if choice % 2 == 0:
         rng = (rng * 1103515245 + 12345) % _MODULUS
-        other = order[first + (rng >> 8) % per_rank] % block
+        first = graph.place[r]
+        other = graph.cell[order[first + (rng >> 8) % (graph.place[r + 1] - first)]]
         if other != unit and flags[other] < 2 and recompute.saved[other] > 0.0:
             flags[other] += 2
     return rng, True
 
 
-def is_paired(code: int, paired: Any, block: int) -> bool:
+def is_backward(graph: Graph, code: int) -> bool:
+    """Return whether a pass is a B, or a BW."""
+    return graph.forwards <= code < graph.backwards
+
+
+def is_paired(graph: Graph, code: int, paired: Any) -> bool:
     """Return whether a pass is the forward of a pair, which the backward follows."""
-    if code < block:
+    if code < graph.forwards:
         return bool(paired[code] % 2 == 1)
     return False
 
 
-def free_place(
-    order: Any, paired: Any, block: int, to: int, step: int, first: int, last: int
-) -> int:
+def free_place(graph: Graph, order: Any, paired: Any, to: int, step: int, r: int) -> int:
     """Return the place itself, or the next one if it is between the two of a pair."""
-    if first < to < last and is_paired(order[to - 1], paired, block):
+    if graph.place[r] < to < graph.place[r + 1] and is_paired(graph, order[to - 1], paired):
         return to + step
     return to
 
@@ -846,24 +960,24 @@ def shift(order: Any, head: int, width: int, to: int) -> bool:
     return False
 
 
-def partner_of(
-    order: Any, paired: Any, block: int, at: int, step: int, first: int, last: int
-) -> int:
+def partner_of(graph: Graph, order: Any, paired: Any, at: int, step: int, r: int) -> int:
     """Return the place of the nearest single pass in the other direction, -1 if none is near."""
-    wanted = 1 if order[at] < block else 0
+    first, last = graph.place[r], graph.place[r + 1]
+    wants_backward = order[at] < graph.forwards
     seek = at + step
     for _ in range(_REACH):
         if seek < first or seek >= last:
             return -1
-        if order[seek] // block == wanted:
-            forward = order[seek] if wanted == 0 or seek == first else order[seek - 1]
-            if not is_paired(forward, paired, block):
+        code = order[seek]
+        if is_backward(graph, code) if wants_backward else code < graph.forwards:
+            forward = code if not wants_backward or seek == first else order[seek - 1]
+            if not is_paired(graph, forward, paired):
                 return seek
         seek += step
     return -1
 
 
-def pair_up(order: Any, paired: Any, block: int, stays: int, goes: int) -> None:
+def pair_up(graph: Graph, order: Any, paired: Any, stays: int, goes: int) -> None:
     """Make a pair of two passes: one goes to the other."""
     taken = order[goes]
     step = 1 if goes < stays else -1
@@ -873,23 +987,23 @@ def pair_up(order: Any, paired: Any, block: int, stays: int, goes: int) -> None:
         i += step
     order[stays] = taken
     low = stays - 1 if step > 0 else stays
-    if order[low] >= block:
+    if order[low] >= graph.forwards:
         order[low], order[low + 1] = order[low + 1], order[low]
     paired[order[low]] += 1
 
 
-def unit_of_r(order: Any, flags: Any, block: int, at: int) -> int:
-    """Return the unit whose R runs right before a place, which begins a pass or a pair, or -1."""
+def unit_of_r(graph: Graph, order: Any, flags: Any, at: int) -> int:
+    """Return the F whose R runs right before a place, which begins a pass or a pair, or -1."""
     code = order[at]
-    if is_paired(code, flags, block):
+    if is_paired(graph, code, flags):
         code = order[at + 1]
-    unit = code - block if block <= code < 2 * block else -1
+    unit = graph.cell[code] if is_backward(graph, code) else -1
     return unit if unit >= 0 and flags[unit] >= 2 else -1
 
 
-def seconds_of_r(recompute: RecomputeCosts, order: Any, flags: Any, block: int, at: int) -> float:
+def seconds_of_r(graph: Graph, recompute: RecomputeCosts, order: Any, flags: Any, at: int) -> float:
     """Return the seconds of the R that runs right before a place, 0 if there is none."""
-    unit = unit_of_r(order, flags, block, at)
+    unit = unit_of_r(graph, order, flags, at)
     return recompute.seconds[unit] if unit >= 0 else 0.0
 
 
@@ -900,51 +1014,55 @@ def keeps_pair_rules(
     order: Any,
     paired: Any,
     r: int,
-    per_rank: int,
 ) -> bool:
-    """Return whether microbatches rise, F, B, W of one follow each other, and memory suffices."""
-    m, next_of = graph.num_microbatches, space.next_of
-    block, _ = sizes_of(graph)
-    stages, last = block // m, (r + 1) * per_rank
-    for i in range(3 * stages):
-        next_of[i] = 0
+    """Return whether rows keep their order, F, B, W of one follow each other, and memory suffices.
+
+    ``next_of[row]`` is the pass of each row that comes next.
+    """
+    next_of, place, forwards = space.next_of, graph.place, graph.forwards
+    for row in range(len(graph.stage)):
+        next_of[row] = graph.first[row]
     held = 0.0
-    for i in range(r * per_rank, last):
+    for i in range(place[r], place[r + 1]):
         code = order[i]
         if recompute is not None:
-            if i == r * per_rank or not is_paired(order[i - 1], paired, block):
-                unit = unit_of_r(order, paired, block, i)
+            if i == place[r] or not is_paired(graph, order[i - 1], paired):
+                unit = unit_of_r(graph, order, paired, i)
                 if unit >= 0:
                     held += recompute.saved[unit]
             if held > graph.limit[r]:
                 return False
-            if code < block and paired[code] >= 2:
+            if code < forwards and paired[code] >= 2:
                 held -= recompute.saved[code]
         held += graph.memory[code]
-        row, mb = code // m, code % m
-        if mb != next_of[row] or held > graph.limit[r]:
+        row = graph.row[code]
+        if code != next_of[row] or held > graph.limit[r]:
             return False
-        if row >= stages and next_of[row - stages] <= mb:
+        before = graph.before[code]
+        if before >= 0 and next_of[graph.row[before]] <= before:
             return False
-        if is_paired(code, paired, block):
-            behind = order[i + 1] if i + 1 < last else -1
-            if behind // block != 1 or behind == code + block:
+        if is_paired(graph, code, paired):
+            behind = order[i + 1] if i + 1 < place[r + 1] else -1
+            if not is_backward(graph, behind) or graph.cell[behind] == code:
                 return False
-        next_of[row] = mb + 1
+        next_of[row] = code + 1
     return True
+
+
+# --- gaps
 
 
 class Gaps(NamedTuple):
     """Passes of a gap filler as numbers, coded ``row * m + microbatch``.
 
     The rows are F of each stage, then B, W, one P, and O and V of each rank; those of shards count
-    only if ``vocabulary_parallel``. With ``split``, every B is followed by a W. ``end`` is the rank
+    only if ``vocabulary_parallel``. With ``split``, B may be followed by a W. ``end`` is the rank
     of the last stage and ``holders[r]`` is 1 for a rank with a shard. By row is the rank; by code
     are the seconds, the memory that the pass takes, or frees if negative, and the ``latency`` of
     its output. ``leads[r * width + k]`` is the code of the k-th F or B of rank r, of
     ``num_leads[r]``. ``partner`` is by code of F the backward that it is paired with, which is the
-    next lead, or -1, and ``of_pair`` the seconds of both. ``turn_of[j]`` is the turn of the B that
-    reads P of j.
+    next lead, or -1, and ``of_pair`` the seconds of both. ``weight[s * m + j]`` is the code of W of
+    unit j on stage s, -1 if it has none.
     """
 
     num_microbatches: int
@@ -960,7 +1078,7 @@ class Gaps(NamedTuple):
     limit: Any
     leads: Any
     num_leads: Any
-    turn_of: Any
+    weight: Any
     partner: Any
     of_pair: Any
 
@@ -1107,15 +1225,16 @@ def hand_on(gaps: Gaps, space: GapSpace, events: Any, code: int, rank: int, end:
                 ready[outputs + holder * m + j] = at
                 heappush(events, (at, holder))
     elif stages <= row < 2 * stages:
-        if gaps.split:
-            space.pending[rank * width + counts[2 * ranks + rank]] = code + stages * m
+        weight = gaps.weight[code - stages * m] if gaps.split else -1
+        if weight >= 0:
+            space.pending[rank * width + counts[2 * ranks + rank]] = weight
             counts[2 * ranks + rank] += 1
         if row > stages:
             ready[code - m] = arrival
             heappush(events, (arrival, gaps.rank[row - 1]))
     elif row == 3 * stages:
         counts[8 * ranks] += 1
-        ready[(2 * stages - 1) * m + gaps.turn_of[j]] = end
+        ready[(2 * stages - 1) * m + j] = end
         heappush(events, (end, gaps.end))
         for holder in range(ranks):
             if gaps.holders[holder]:

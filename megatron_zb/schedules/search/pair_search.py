@@ -22,7 +22,8 @@ from megatron_zb.schedules.search.hill_climbing import POOL, Climb, climbed
 from megatron_zb.schedules.search.inner_loops import INFINITY, PairCosts, PairPriorities
 from megatron_zb.schedules.search.kernels import Engine, engine
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
-from megatron_zb.schedules.search.runner import Coded, Effort, Problem, Runner
+from megatron_zb.schedules.search.problem import Problem
+from megatron_zb.schedules.search.runner import Coded, Effort, Runner
 
 _PAIR_PRESETS = Path(__file__).with_name("pair_presets.csv")
 _RESTARTS = 8  # each from another seed: a long climb gains less than a further one

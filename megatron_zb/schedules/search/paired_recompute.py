@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.inner_loops import INFINITY
+from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.pair_search import (
     PairRunner,
     climb_pairs,
@@ -19,8 +20,9 @@ from megatron_zb.schedules.search.pair_search import (
     paired_flags,
     paired_passes,
 )
+from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.search.recompute_search import RecomputeRunner, mixed_problems
-from megatron_zb.schedules.search.runner import Coded, Effort, Problem
+from megatron_zb.schedules.search.runner import Coded, Effort
 
 _POOL = 4  # starts that are polished further, the fastest ones
 _THRESHOLDS = (0.3, 0.15, 0.3)  # the loss that polishing accepts at first, in mean passes
@@ -70,8 +72,8 @@ class _PairedRecomputeRunner(RecomputeRunner):
     """Runner on orders of F, B and W whose flags mark pairs and passes with an R."""
 
     def __init__(self, problem: Problem, effort: Effort) -> None:
-        super().__init__(problem, effort)
-        self.pair_costs = pair_costs_of(problem, self.engine)
+        make = engine(float(effort.runs + effort.moves) * problem.num_passes)
+        super().__init__(problem, effort, pair_costs_of(problem, make))
 
     def encoded(self, schedule: Schedule) -> Coded | None:
         """Encode a schedule, with what it pairs, and recompute what the limit has no room for."""

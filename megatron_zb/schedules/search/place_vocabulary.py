@@ -1,7 +1,9 @@
 """Orders of F, B and W with the passes of a vocabulary-parallel output layer or embedding.
 
-The order of F and B is searched for with O and V counted as parts of other passes of their ranks;
-then every O and P runs as soon as its inputs are there, and W and V fill the waits.
+1. An order of F and B is searched for with O and V counted as parts of other passes of their ranks.
+2. Every O and P runs in it as soon as its inputs are there, and W and V fill the waits.
+3. A search in which O, P and V are passes as others are starts from that order. Orders with pairs
+   keep that of the second step.
 
 E and G, of the embedding, are placed in a finished order. Both take next to no time, so they change
 no other pass's place: E runs so early that what all ranks have found is there when the first
@@ -23,14 +25,20 @@ from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
-from megatron_zb.schedules.rules import EmbeddingRules, PredictionRules, VocabularyRules
+from megatron_zb.schedules.rules import (
+    EmbeddingRules,
+    PredictionRules,
+    TrainingRules,
+    VocabularyRules,
+)
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.hill_climbing import search
 from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.pair_search import search_pairs
 from megatron_zb.schedules.search.place_w import GapFiller, fuse_for_free
-from megatron_zb.schedules.search.placement_search import NAMED_SECONDS
-from megatron_zb.schedules.search.runner import PAIRS, SINGLE, Problem, effort_of
+from megatron_zb.schedules.search.placement_search import NAMED_SECONDS, tail_seconds
+from megatron_zb.schedules.search.problem import Problem
+from megatron_zb.schedules.search.runner import PAIRS, SINGLE, effort_of
 from megatron_zb.schedules.simulator import Timeline, simulate
 from megatron_zb.schedules.stage_costs import StageCosts
 
@@ -45,17 +53,18 @@ passes, the first stage's rank first and then the others."""
 def with_embedding(schedule: Schedule, costs: Costs) -> Schedule:
     """Return a schedule of a vocabulary-parallel output layer with the passes of the embedding."""
     rules = schedule.rules
-    assert isinstance(rules, VocabularyRules) and costs.vocabulary is not None
+    assert isinstance(rules, TrainingRules) and costs.vocabulary is not None
     timeline = simulate(schedule, costs)
     ranks = tuple(
         _merged(schedule.ranks[rank], timeline.start[rank], _additions(timeline, rank))
         for rank in range(len(schedule.ranks))
     )
     if not costs.vocabulary.predicts:
-        return replace(schedule, ranks=ranks, rules=EmbeddingRules(rules.holders))
+        embedding = EmbeddingRules(rules.shard_ranks)
+        return replace(schedule, ranks=ranks, rules=rules.over(embedding))
     last = schedule.placement.num_stages - 1
     ranks = tuple(tuple(_handing_on(rank, last, schedule.pairs)) for rank in ranks)
-    return replace(schedule, ranks=ranks, rules=PredictionRules(rules.holders))
+    return replace(schedule, ranks=ranks, rules=rules.over(PredictionRules(rules.shard_ranks)))
 
 
 def _handing_on(order: Sequence[Pass], last: int, pairs: frozenset[Pass]) -> Iterator[Pass]:
@@ -76,7 +85,6 @@ def _additions(timeline: Timeline, rank: int) -> list[tuple[float, Pass]]:
     """Return E and G of a rank with the seconds at which they are due, in order."""
     schedule, costs = timeline.schedule, timeline.costs
     placement, rules = schedule.placement, schedule.rules
-    assert isinstance(rules, VocabularyRules)
     start, shard = placement.rank_of[0], placement.num_stages + rank
     longest = max(costs.duration(p) for order in schedule.ranks for p in order)
     assert costs.shards is not None
@@ -86,10 +94,10 @@ def _additions(timeline: Timeline, rank: int) -> list[tuple[float, Pass]]:
     for p, begin, end in times:
         if p.stage != 0:
             continue
-        if p.kind is PassKind.F and (rank == start or rank in rules.holders):
+        if p.kind is PassKind.F and (rank == start or rank in rules.shard_ranks):
             ahead = _TURNS * turn if rank == start else (_TURNS - 1) * turn
             found.append((begin - ahead, Pass(PassKind.E, shard, p.microbatch)))
-        elif p.kind in (PassKind.B, PassKind.BW) and rank in rules.holders:
+        elif p.kind in (PassKind.B, PassKind.BW) and rank in rules.shard_ranks:
             arrival = end if rank == start else end + costs.shards.from_first + _TURNS * turn
             found.append((arrival, Pass(PassKind.G, shard, p.microbatch)))
     return sorted(found, key=lambda at: at[0])
@@ -129,10 +137,10 @@ class _Choices(NamedTuple):
 
 _CHOICES = _Choices()
 _ROOM = 1
-"""Microbatches of which a rank holds its shard's logits, as many as with a whole output layer.
-
-With two, steps of 8 ranks are up to 0.6 % (v-zb) and 1.9 % (v-half) shorter; three bring no more.
-"""
+"""Units for whose logits a rank has room, beside its activations."""
+_LOGITS = 2
+"""Units whose logits a rank holds at once at most, all of them within its limit; a third brings
+nothing."""
 _SECONDS = NAMED_SECONDS / 2
 """Approximate seconds of each of the searches, if they are compiled."""
 _PAIR_SECONDS = 0.5
@@ -178,21 +186,46 @@ def search_with_vocabulary(
     shards = costs.shards
     assert shards is not None, "the costs have no vocabulary"
     limit = request.limits(placement, peak_microbatches)
-    smallest = Problem(placement, request.num_microbatches, costs, limit).smallest_limit
+    problem = Problem(placement, request.num_microbatches, costs, limit, rules=request.rules)
     ranks = range(placement.pipeline_size)
-    needed = [smallest(rank) + _ROOM * shards.held[rank] for rank in ranks]
+    needed = [problem.smallest_limit(rank) + _ROOM * shards.held[rank] for rank in ranks]
     request.check_feasible(name, placement, limit, needed)
-    left = [most - _ROOM * held for most, held in zip(limit, shards.held, strict=True)]
+    left = tuple(most - _ROOM * held for most, held in zip(limit, shards.held, strict=True))
+    problem = replace(problem, limit=left)
     orders = _orders(placement, costs, request, left, split=split)
-    filled = [each for order in orders for each in _filled(placement, order, costs, left, request)]
+    filled = [each for order in orders for each in _filled(problem, order, request)]
     fastest = min(seconds for seconds, _, _ in filled)
     fitting = [(passes(), pairs) for seconds, passes, pairs in filled if seconds == fastest]
     best, pairs = min(fitting, key=lambda it: it[0])
     holders = tuple(r for r in ranks if shards.output[r] > 0 or sum(shards.output) == 0)
-    rules = VocabularyRules(holders)
+    rules = request.rules.over(VocabularyRules(holders))
     m = request.num_microbatches
     schedule = Schedule(name, placement, m, best, rules=rules, pairs=pairs)
+    if not pairs:
+        schedule = _searched(schedule, problem, request, split=split)
     return fuse_for_free(schedule, request.costs) if split else schedule
+
+
+def _searched(known: Schedule, problem: Problem, request: Request, *, split: bool) -> Schedule:
+    """Return the fastest order that a search finds in which O, P and V are passes as others are.
+
+    Args:
+        known: an order within the limit, which takes part.
+        problem: of F, B and W, with room for the logits of a unit beside its limit.
+        request: what is asked for.
+        split: whether W is a pass.
+    """
+    assert isinstance(known.rules, TrainingRules)
+    tail = tail_seconds(problem.placement, problem.costs) if request.back_to_back else ()
+    within = usable_limit(problem.placement, problem.num_microbatches, problem.costs, problem.limit)
+    whole = replace(problem, limit=within, split=split, tail_seconds=tail)
+    whole = replace(whole, rules=known.rules, logits=_LOGITS)
+    sizes = whole.placement, whole.num_microbatches, whole.costs, within
+    effort = effort_of(whole, _SECONDS, SINGLE)
+    found = search(whole, effort, lower_bound(*sizes), [known.ranks])
+    order = replace(known, ranks=found.ranks)
+    timed = [(request.seconds(simulate(it, request.costs)), it) for it in (known, order)]
+    return min(timed, key=lambda it: it[0])[1]
 
 
 class _Filled(NamedTuple):
@@ -203,18 +236,12 @@ class _Filled(NamedTuple):
     pairs: frozenset[Pass]
 
 
-def _filled(
-    placement: Placement,
-    order: Schedule,
-    costs: StageCosts,
-    limit: Sequence[float],
-    request: Request,
-) -> Iterator[_Filled]:
+def _filled(problem: Problem, order: Schedule, request: Request) -> Iterator[_Filled]:
     """Yield an order of F, B and W whose gaps are filled more or less eagerly."""
     leads = [[p for p in rank if p.kind is not PassKind.W] for rank in order.ranks]
     runs = len(_CHOICES.folded) * len(_CHOICES.eagerness) ** 2
     make = engine(runs * sum(map(len, leads)))
-    filler = GapFiller(placement, leads, costs, limit, make, order.pairs)
+    filler = GapFiller(problem, leads, make, order.pairs)
     for of_weights, of_shards in product(_CHOICES.eagerness, repeat=2):
         filled = filler.fill(of_weights, of_shards, _ROOM)
         if filled is not None:
@@ -238,10 +265,11 @@ def _orders(
     for share in _CHOICES.folded:
         folded = _folded(placement, costs, share)
         within = usable_limit(placement, m, folded, limit)
-        problem = Problem(placement, m, folded, within, split, turn=_turn(costs))
+        turn = _turn(costs)
+        problem = Problem(placement, m, folded, within, split, turn=turn, rules=request.rules)
         bound = lower_bound(placement, m, folded, within)
         found = search(problem, effort_of(problem, _SECONDS, SINGLE), bound)
-        alone = Schedule("alone", placement, m, found.ranks)
+        alone = Schedule("alone", placement, m, found.ranks, rules=request.rules)
         yield alone
         if folded.communicates:
             effort = effort_of(problem, _PAIR_SECONDS, PAIRS)

@@ -15,10 +15,11 @@ from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
-from megatron_zb.schedules.rules import VocabularyRules
+from megatron_zb.schedules.rules import TRAINING, TrainingRules, VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.inner_loops import INFINITY, Gaps, GapSpace
 from megatron_zb.schedules.search.kernels import Engine, engine
+from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.stage_costs import StageCosts
 
@@ -110,7 +111,6 @@ def split_all(schedule: Schedule) -> Schedule:
 
 _F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 _COUNTS = 9
-_RULES = VocabularyRules(())
 
 
 class Filled(NamedTuple):
@@ -128,22 +128,23 @@ class Filled(NamedTuple):
 
 
 class GapFiller:
-    """Filler of the gaps of one order of F and B, or BW, within a memory limit for each rank.
+    """Filler of the gaps of one order of F and B, or BW, within the limits of a problem.
 
     ``pairs`` are the F that are paired with the B or BW right behind them.
     """
 
     def __init__(
         self,
-        placement: Placement,
+        problem: Problem,
         order: Sequence[Sequence[Pass]],
-        costs: StageCosts,
-        limit: Sequence[float],
         engine: Engine,
         pairs: Collection[Pass] = (),
     ) -> None:
+        placement, costs, limit = problem.placement, problem.costs, problem.limit
         self._placement, self._engine = placement, engine
-        self._m = m = 1 + max(p.microbatch for passes in order for p in passes)
+        self._rules = problem.rules.over(VocabularyRules(()))
+        self._m = m = problem.num_microbatches
+        self._units = self._rules.turns(self._rules.by_kind[_F], range(m))
         split = not any(p.kind is _BW for passes in order for p in passes)
         self._rows = self._rows_of(costs, split=split)
         shards = costs.shards
@@ -156,7 +157,8 @@ class GapFiller:
         leads = [[self._code(p) for p in passes] for passes in order]
         self._split, self._vocabulary_parallel = split, shards is not None
         self._needed = sum(map(len, leads))
-        self._needed += sum(p.kind is _B for passes in order for p in passes)
+        weights = [w for stage in range(placement.num_stages) for w in self._weights(stage, m)]
+        self._needed += sum(w >= 0 for w in weights) if split else 0
         self._needed += m * (2 * sum(self._holders) + 1) if self._vocabulary_parallel else 0
         self._gaps = Gaps(
             num_microbatches=m,
@@ -167,12 +169,12 @@ class GapFiller:
             rank=engine.integers([self._rank_of(stage) for _, stage in self._rows]),
             holders=engine.integers(self._holders),
             seconds=self._by_code(costs, lambda row, p: row.seconds[p.kind][p.stage]),
-            memory=self._by_code(costs, lambda row, p: _RULES.memory_change(p, row)),
+            memory=self._by_code(costs, self._memory_change),
             latency=self._by_code(costs, lambda row, p: row.latencies[p.kind][p.stage]),
             limit=engine.floats(limit),
             leads=engine.integers([c for each in leads for c in self._padded(each)]),
             num_leads=engine.integers([len(each) for each in leads]),
-            turn_of=engine.integers([costs.forward_of(j) for j in range(m)]),  # its own inverse
+            weight=engine.integers(weights),
             **self._joined(order, costs, pairs),
         )
 
@@ -212,10 +214,20 @@ class GapFiller:
 
     def passes_of(self, filled: Filled) -> tuple[tuple[Pass, ...], ...]:
         """Return the passes of every rank of a filled order."""
-        m, rows = self._m, self._rows
-        return tuple(
-            tuple(Pass(*rows[code // m], code % m) for code in codes) for codes in filled.codes
-        )
+        return tuple(tuple(map(self._pass_of, codes)) for codes in filled.codes)
+
+    def _pass_of(self, code: int) -> Pass:
+        (kind, stage), unit = self._rows[code // self._m], self._units[code % self._m]
+        return Pass(self._rules.backward_of(unit) if kind is _BW else kind, stage, unit)
+
+    def _weights(self, stage: int, units: int) -> list[int]:
+        """Return the codes of W of the units of a stage, -1 for one without."""
+        turns = self._rules.turns(self._rules.by_kind[_W], range(units))
+        first = (2 * self._placement.num_stages + stage) * units
+        return [first + unit if unit in turns else -1 for unit in range(units)]
+
+    def _memory_change(self, row: StageCosts, p: Pass) -> float:
+        return row.change(self._rules.by_kind[p.kind].memory, p.stage)
 
     def _rows_of(self, costs: StageCosts, *, split: bool) -> list[tuple[PassKind, int]]:
         stages, p = self._placement.num_stages, self._placement.pipeline_size
@@ -286,13 +298,14 @@ def place_weight_gradients(
     """
     costs = request.costs.for_placement(placement)
     limit = request.limits(placement, peak_microbatches)
-    request.check_feasible(name, placement, limit, least_memory(order, costs))
+    request.check_feasible(name, placement, limit, least_memory(order, costs, request.rules))
     make = engine(len(_EAGERNESS) * sum(map(len, order)))
-    filler = GapFiller(placement, order, costs, limit, make)
+    m = request.num_microbatches
+    filler = GapFiller(Problem(placement, m, costs, limit, rules=request.rules), order, make)
     filled = [found for each in _EAGERNESS if (found := filler.fill(each)) is not None]
     best = min(filled, key=lambda found: found.seconds(back_to_back=request.back_to_back))
     ranks = filler.passes_of(best)
-    schedule = Schedule(name, placement, request.num_microbatches, ranks)
+    schedule = Schedule(name, placement, m, ranks, rules=request.rules)
     return fuse_for_free(schedule, request.costs)
 
 
@@ -306,22 +319,25 @@ def squeezed_if_it_fits(
     """Return the squeezed order as the one known schedule, or none if the limit is too low."""
     costs = request.costs.for_placement(placement)
     limit = request.limits(placement, peak_microbatches)
-    needs = least_memory(order, costs)
+    needs = least_memory(order, costs, request.rules)
     if any(need > most * (1 + 1e-9) for need, most in zip(needs, limit, strict=True)):
         return []
     return [place_weight_gradients(name, placement, order, request, peak_microbatches)]
 
 
-def least_memory(order: Sequence[Sequence[Pass]], costs: StageCosts) -> list[float]:
+def least_memory(
+    order: Sequence[Sequence[Pass]], costs: StageCosts, rules: TrainingRules = TRAINING
+) -> list[float]:
     """Return the most memory each rank holds if every W runs right behind its B."""
+    units = range(1 + max(p.microbatch for passes in order for p in passes))
+    with_w = rules.turns(rules.by_kind[_W], units)
     needs = []
     for passes in order:
         held = most = 0.0
         for p in passes:
-            row = costs.of(p.microbatch)
-            held += _RULES.memory_change(p, row)
-            if p.kind is _B:
-                held += _RULES.memory_change(Pass(_W, p.stage, p.microbatch), row)
+            held += rules.memory_change(p, costs)
+            if p.kind is _B and p.microbatch in with_w:
+                held += rules.memory_change(Pass(_W, p.stage, p.microbatch), costs)
             most = max(most, held)
         needs.append(most)
     return needs

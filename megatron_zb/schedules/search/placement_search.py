@@ -22,13 +22,13 @@ from megatron_zb.schedules.search.place_offload import (
     with_recomputed,
 )
 from megatron_zb.schedules.search.place_w import fuse_for_free, split_all
+from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.search.runner import (
     PAIRS,
     RECOMPUTE,
     RESTARTS,
     SINGLE,
     Effort,
-    Problem,
     effort_of,
 )
 from megatron_zb.schedules.simulator import Timeline, simulate
@@ -102,27 +102,28 @@ def search_placement(
     table = request.costs.for_placement(placement)
     m = request.num_microbatches
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
-    tail_seconds = _tail_seconds(placement, table) if request.back_to_back else ()
-    problem = Problem(placement, m, table, limit, split, tail_seconds)
+    tail = tail_seconds(placement, table) if request.back_to_back else ()
+    problem = Problem(placement, m, table, limit, split, tail, rules=request.rules)
     ranks = range(placement.pipeline_size)
     request.check_feasible(name, placement, limit, [problem.smallest_limit(r) for r in ranks])
     timed = [(s.ranks, simulate(s, request.costs)) for s in known]
 
-    def at(limit: tuple[float, ...], tail: tuple[float, ...] = tail_seconds) -> Found:
-        problem = Problem(placement, m, table, limit, split, tail)
+    def at(limit: tuple[float, ...], tail: tuple[float, ...] = tail) -> Found:
+        problem = Problem(placement, m, table, limit, split, tail, rules=request.rules)
         fitting = [ranks for ranks, timeline in timed if keeps(timeline.peak_memory, limit)]
         effort, further = effort_of(problem, seconds, SINGLE, most), _restarts(problem, restarting)
         return search(problem, effort, _bound(problem), fitting, further=further)
 
     def period(found: Found) -> float:
-        return simulate(Schedule(name, placement, m, found.ranks), request.costs).period
+        order = Schedule(name, placement, m, found.ranks, rules=request.rules)
+        return simulate(order, request.costs).period
 
     found = at(limit)
     if thorough and problem.num_passes <= _SMALL:
         found = _or_below(found, problem, at)
     if request.back_to_back:  # the search is luck in part: never worse than what is found for one
         found = min((found, at(limit, ())), key=period)
-    schedule = Schedule(name, placement, m, found.ranks)
+    schedule = Schedule(name, placement, m, found.ranks, rules=request.rules)
     if split:
         schedule = fuse_for_free(schedule, request.costs)
     if not table.communicates:
@@ -154,8 +155,8 @@ def with_pairs(
     name, placement, m = known[0].name, known[0].placement, request.num_microbatches
     table = request.costs.for_placement(placement)
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
-    tail_seconds = _tail_seconds(placement, table) if request.back_to_back else ()
-    problem = Problem(placement, m, table, limit, split, tail_seconds)
+    tail = tail_seconds(placement, table) if request.back_to_back else ()
+    problem = Problem(placement, m, table, limit, split, tail, rules=request.rules)
     effort = effort_of(problem, seconds, PAIRS)
     found = search_pairs(name, problem, effort, _bound(problem), known)
     if split:
@@ -182,7 +183,7 @@ def with_recompute_or_offload(
     """
     table, m = request.costs.for_placement(placement), request.num_microbatches
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
-    problem = Problem(placement, m, table, limit)
+    problem = Problem(placement, m, table, limit, rules=request.rules)
     ranks = range(placement.pipeline_size)
     smallest = [recompute_search.smallest_limit(problem, rank) for rank in ranks]
     request.check_feasible(name, placement, limit, smallest)
@@ -268,7 +269,7 @@ def _waits_for_copies(timeline: Timeline) -> bool:
     return max(busy, default=0.0) > _BUSY * timeline.makespan
 
 
-def _tail_seconds(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
+def tail_seconds(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
     """Return the seconds to count after each rank's last pass, for iterations in a row.
 
     A rank that starts late may end as late without holding up any.

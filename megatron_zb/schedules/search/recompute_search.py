@@ -16,9 +16,10 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.hill_climbing import search
-from megatron_zb.schedules.search.inner_loops import RecomputeCosts
+from megatron_zb.schedules.search.inner_loops import PairCosts, RecomputeCosts
 from megatron_zb.schedules.search.kernels import engine
-from megatron_zb.schedules.search.runner import Coded, Effort, Problem, Runner
+from megatron_zb.schedules.search.problem import Problem
+from megatron_zb.schedules.search.runner import Coded, Effort, Runner
 from megatron_zb.schedules.stage_costs import StageCosts
 
 # Shares of units that are recomputed while an order is looked for: of the chunks of a rank that
@@ -154,7 +155,9 @@ class _Rank:
 class RecomputeRunner(Runner):
     """Runner on a problem whose orders have an R of every unit."""
 
-    def __init__(self, problem: Problem, effort: Effort) -> None:
+    def __init__(
+        self, problem: Problem, effort: Effort, pair_costs: PairCosts | None = None
+    ) -> None:
         make = engine(float(effort.runs + effort.moves) * problem.num_passes)
         last, m = problem.placement.num_stages - 1, problem.num_microbatches
         stages, rows = range(last + 1), [problem.costs.of(j) for j in range(m)]
@@ -166,7 +169,7 @@ class RecomputeRunner(Runner):
             ]
         )
         seconds = make.floats([row.recompute[s] for s in stages for row in rows])
-        super().__init__(problem, make, recompute=RecomputeCosts(seconds, self._saved))
+        super().__init__(problem, make, pair_costs, RecomputeCosts(seconds, self._saved))
 
     def with_recompute(
         self, ranks: Sequence[Sequence[Pass]], paired: Collection[Pass] = ()

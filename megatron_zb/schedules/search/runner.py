@@ -5,17 +5,14 @@ The effort for so many seconds follows only from counts, so that every rank of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any
 
 from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.rules import TRAINING
 from megatron_zb.schedules.search.inner_loops import (
     INFINITY,
-    Graph,
     GreedySpace,
     Moves,
     PairCosts,
@@ -26,130 +23,10 @@ from megatron_zb.schedules.search.inner_loops import (
 )
 from megatron_zb.schedules.search.kernels import Engine, available
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
-from megatron_zb.schedules.stage_costs import StageCosts
-
-_TOLERANCE = 1e-9
-_KINDS = (PassKind.F, PassKind.B, PassKind.W, PassKind.R)
+from megatron_zb.schedules.search.problem import TOLERANCE, Problem, edges_of, graph_of
 
 Coded = tuple[Any, Any]
 """An order as codes, and flags by code of F: paired, or recomputed; None where there are none."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A placement to fill: ``limit[r]`` in units of ``costs.activation``; BW only unless split.
-
-    ``tail_seconds[r]`` are counted after the last pass of rank r, none if left out. There are
-    ``turn`` seconds between F and B of the last stage.
-    """
-
-    placement: Placement
-    num_microbatches: int
-    costs: StageCosts
-    limit: tuple[float, ...]
-    split: bool = True
-    tail_seconds: tuple[float, ...] = ()
-    turn: float = 0.0
-
-    @property
-    def num_passes(self) -> int:
-        kinds = 3 if self.split else 2
-        return kinds * self.placement.num_stages * self.num_microbatches
-
-    @property
-    def mean_pass(self) -> float:
-        """Mean seconds of F, B and W."""
-        m, passes = self.num_microbatches, 3 * self.placement.num_stages
-        return sum(
-            count / m * (sum(row.forward + row.backward + row.weight) / passes)
-            for count, row in self.costs.rows(m)
-        )
-
-    def smallest_limit(self, rank: int) -> float:
-        """Return the memory a rank needs to run at all: one microbatch in each of its chunks."""
-        activation = self.costs.largest_activation
-        return sum(activation[s] for s in self.placement.stages_of[rank])
-
-    def _work(self, rank: int) -> float:
-        """Return the seconds of all passes of a rank."""
-        rows = [self.costs.of(j) for j in range(self.num_microbatches)]
-        tables = ("forward", "backward", "weight")
-        stages = self.placement.stages_of[rank]
-        return sum(getattr(row, table)[s] for row in rows for table in tables for s in stages)
-
-    def graph(self, make: Engine) -> Graph:
-        """Return the passes as arrays of an engine."""
-        placement, costs, m = self.placement, self.costs, self.num_microbatches
-        stages, rows = range(placement.num_stages), [costs.of(j) for j in range(m)]
-
-        def each(*tables: Callable[[StageCosts, int], float]) -> Any:
-            return make.floats([of(row, s) for of in tables for s in stages for row in rows])
-
-        last, block = placement.num_stages - 1, placement.num_stages * m
-        sources, needed = [-1] * m, [costs.forward_of(turn) for turn in range(m)]
-        turn_of = {needs: turn for turn, needs in enumerate(needed)}
-        sinks = [2 * block - m + turn_of[j] for j in range(m)]
-        implied = needed == list(range(m)) and not self.turn
-        turns = sources if implied else [block - m + j for j in needed]
-        backward, weight = (
-            TRAINING.by_kind[kind].memory
-            for kind in (PassKind.B if self.split else PassKind.BW, PassKind.W)
-        )
-        return Graph(
-            placement.pipeline_size,
-            placement.chunks,
-            m,
-            self.split,
-            stage_at=make.integers([s for held in placement.stages_of for s in held]),
-            rank=make.integers([r for r in placement.rank_of for _ in range(m)] * 3),
-            maker=make.integers(
-                [
-                    *sources,
-                    *range(block - m),
-                    *range(block + m, 2 * block),
-                    *turns,
-                    *[-1] * 2 * block,
-                ]
-            ),
-            reader=make.integers(
-                [
-                    *range(m, block),
-                    *sinks,
-                    *sources,
-                    *range(block, 2 * block - m),
-                    *[-1] * 2 * block,
-                ]
-            ),
-            seconds=each(
-                lambda row, s: row.forward[s],
-                lambda row, s: row.backward[s],
-                lambda row, s: row.weight[s],
-            ),
-            latency=each(
-                lambda row, s: row.forward_p2p[s - 1] if s > 0 else 0.0,
-                lambda row, s: row.backward_p2p[s + 1] if s < last else self.turn,
-            ),
-            memory=each(
-                lambda row, s: row.activation[s],
-                lambda row, s: row.change(backward, s),
-                lambda row, s: row.change(weight, s),
-            ),
-            limit=make.floats([limit + _TOLERANCE * (1 + limit) for limit in self.limit]),
-            work=make.floats([self._work(rank) for rank in range(placement.pipeline_size)]),
-            tail_seconds=make.floats(self.tail_seconds or (0.0,) * placement.pipeline_size),
-            alike=not costs.microbatches,
-            before=make.floats([share for s in stages for share in self._before(s)]),
-        )
-
-    def _before(self, stage: int) -> list[float]:
-        """Return the memory of the first j microbatches, in that of an average one, for all j."""
-        m, mean = self.num_microbatches, self.costs.mean_activation[stage]
-        if not self.costs.microbatches:
-            return [0.0]
-        if mean <= 0:
-            return [float(j) for j in range(m + 1)]
-        held = (row.activation[stage] / mean for row in self.costs.microbatches)
-        return list(accumulate(held, initial=0.0))
 
 
 class Runner:
@@ -169,9 +46,13 @@ class Runner:
     ) -> None:
         self.problem, self.engine, self.runs = problem, engine, 0
         self.pair_costs, self.recompute = pair_costs, recompute
-        self.inputs = problem.graph(engine)
+        pairs = pair_costs is not None
+        self.inputs = graph_of(
+            problem, engine, pairs=pairs, with_r=recompute is not None and not pairs
+        )
+        self.edges = edges_of(problem, engine)
         self.order = engine.integers([0] * problem.num_passes)
-        self.block = problem.placement.num_stages * problem.num_microbatches
+        self.block = problem.codes.forwards
         self.flags = engine.integers([0] * self.block)
         self.no_pairs = PairPriorities(0.0, engine.floats([0.0]))
         self.greedy_space, self.replay_space = self._new_space()
@@ -181,8 +62,10 @@ class Runner:
         self._prepare_quotas()
 
     def _new_space(self) -> tuple[GreedySpace, ReplaySpace]:
-        placement = self.problem.placement
-        p, codes = placement.pipeline_size, (3 if self.recompute is None else 4) * self.block
+        placement, codes = self.problem.placement, self.problem.codes
+        p, rows = placement.pipeline_size, len(codes.rows)
+        length = codes.total + (0 if self.recompute is None else self.block)
+        stages = placement.num_stages + (p if codes.total > codes.weights else 0)
 
         def floats(count: int) -> Any:
             return self.engine.floats([0.0] * count)
@@ -191,9 +74,16 @@ class Runner:
             return self.engine.integers([0] * count)
 
         greedy = GreedySpace(
-            ready=floats(codes),
-            pending=integers(self.block),
-            counts=integers(p * (2 * placement.chunks + 3)),
+            ready=floats(codes.total),
+            arrival=floats(codes.total),
+            missing=integers(codes.total),
+            touched=integers(p),
+            pending=integers(codes.total),
+            upcoming=integers(rows),
+            in_flight=floats(stages),
+            oldest=integers(p),
+            newest=integers(p),
+            placed=integers(p),
             clock=floats(p),
             held=floats(p),
             left=floats(p),
@@ -201,23 +91,23 @@ class Runner:
             choice_start=floats(p),
         )
         replay = ReplaySpace(
-            end=floats(codes),
-            predecessor=integers(codes),
-            critical=integers(codes),
+            end=floats(length),
+            predecessor=integers(length),
+            critical=integers(length),
             position=integers(p),
             clock=floats(p),
             waiting=integers(p),
             stack=integers(p + 1),
-            next_of=integers(3 * placement.num_stages),
-            kept=integers(codes // p),
-            kept_flags=integers(codes // p),
+            next_of=integers(rows),
+            kept=integers(length),
+            kept_flags=integers(length),
             span=integers(2),
         )
         return greedy, replay
 
     def _prepare_quotas(self) -> None:
         """Precompute, for each rank and each chunk but the last, the inputs of all quotas."""
-        problem, activation = self.problem, self.problem.costs.largest_activation
+        problem, activation = self.problem, self.problem.largest_activation
         mean = problem.costs.mean_activation
         chunks, stages_of = problem.placement.chunks, problem.placement.stages_of
         self._slots = [
@@ -234,7 +124,7 @@ class Runner:
             limit - activation[held[-1]]
             for limit, held in zip(problem.limit, stages_of, strict=True)
         ]
-        self._rooms = [room + _TOLERANCE * (1 + room) for room in rooms]
+        self._rooms = [room + TOLERANCE * (1 + room) for room in rooms]
         self._most = [
             1 + int(room / min(sizes)) if sizes and min(sizes) > 0 else problem.num_microbatches
             for room, sizes in zip(self._rooms, self._sizes, strict=True)
@@ -254,6 +144,7 @@ class Runner:
         self.runs += 1
         return self.engine.run_list_scheduler(
             self.inputs,
+            self.edges,
             self.pair_costs,
             self.priorities(weights, bound),
             pairs or self.no_pairs,
@@ -281,28 +172,33 @@ class Runner:
     def _kept_rank_bias(self, rank_bias: tuple[float, ...]) -> Any:
         """Return the scores of single ranks as an array, which most neighbours share."""
         if rank_bias not in self._rank_bias_of:
-            self._rank_bias_of[rank_bias] = self.engine.floats(
-                [x * self.mean_pass for x in rank_bias]
-            )
+            width = 2 * self.problem.placement.chunks + 1
+            none = [0.0] * len(_BIAS_OF_SHARDS)
+            scores = [x * self.mean_pass for x in rank_bias]
+            each = [[*scores[i : i + width], *none] for i in range(0, len(scores), width)]
+            self._rank_bias_of[rank_bias] = self.engine.floats([x for row in each for x in row])
         return self._rank_bias_of[rank_bias]
 
     def _scores(self, weights: PriorityWeights) -> list[float]:
         unit, slots = self.mean_pass, self._slots[0]
         forced = weights.pending_share * slots if weights.pending_share > 0 else 1e18
-        rows = (*weights.bias, *weights.slope, *weights.late)
+        none = (0.0,) * len(_BIAS_OF_SHARDS)
+        shards = _BIAS_OF_SHARDS.values()
+        rows = (*weights.bias, *shards, *weights.slope, *none, *weights.late, *none)
         return [x * unit for x in rows] + [weights.early, weights.pending * unit, forced]
 
     def _quotas(self, weights: PriorityWeights) -> list[float]:
-        """Return the average microbatches in flight allowed in each chunk but the last.
+        """Return the average microbatches in flight allowed in each stage.
 
-        Together they leave a slot for the last chunk, so that the oldest microbatch can always
-        move on and no run gets stuck.
+        In all chunks but the last. Together they leave a slot for the last chunk, so that the
+        oldest microbatch can always move on and no run gets stuck.
         """
         placement = self.problem.placement
         p, chunks = placement.pipeline_size, placement.chunks
+        of_shards = [1.0 + TOLERANCE] * p  # units for whose logits there is room
+        quotas = [INFINITY] * placement.num_stages + of_shards
         if chunks == 1:
-            return [0.0] * p
-        quotas: list[float] = []
+            return quotas
         for rank in range(p):
             share = weights.quota - weights.quota_slope * rank / (p - 1)
             total = self._slots[rank] * share
@@ -322,8 +218,8 @@ class Runner:
                 fewer = max(least[largest], own[largest] - 1)
                 used -= (own[largest] - fewer) * sizes[largest]
                 own[largest] = fewer
-            quotas += [quota * (1 + _TOLERANCE) for quota in own]
-            quotas.append(0.0)
+            for stage, quota in zip(placement.stages_of[rank], own, strict=False):
+                quotas[stage] = quota * (1 + TOLERANCE)
         return quotas
 
     def copied(self) -> Coded:
@@ -348,6 +244,7 @@ class Runner:
         )
         seconds = make.local_search(
             self.inputs,
+            self.edges,
             self.pair_costs,
             moves,
             self.replay_space,
@@ -361,36 +258,25 @@ class Runner:
 
     def coded(self, ranks: Sequence[Sequence[Pass]]) -> Any:
         """Encode an order of F, B and W (or F and BW, if unsplit) in the kernels' numbers."""
-        m, block = self.problem.num_microbatches, self.block
-        codes: list[int] = []
-        for rank in ranks:
-            for kind, stage, microbatch in rank:
-                rest = stage * m + microbatch
-                if kind is not PassKind.BW:
-                    codes.append(_KINDS.index(kind) * block + rest)
-                elif self.problem.split:
-                    codes += [block + rest, 2 * block + rest]
-                else:
-                    codes.append(block + rest)
-        return self.engine.integers(codes)
+        codes = self.problem.codes
+        return self.engine.integers([code for rank in ranks for code in codes.of_all(rank)])
 
     def passes(self, coded: Coded) -> tuple[tuple[Pass, ...], ...]:
         """Decode the passes of an order; an R of what is not recomputed is left out."""
         order, flags = coded
-        problem, m = self.problem, self.problem.num_microbatches
-        per_rank = len(order) // problem.placement.pipeline_size
-        ranks: list[list[Pass]] = []
-        for index, code in enumerate(order):
-            if index % per_rank == 0:
-                ranks.append([])
-            number, unit = divmod(int(code), self.block)
-            kind = _KINDS[number]
-            if kind is PassKind.R and not flags[unit]:
-                continue
-            if kind is PassKind.B and not problem.split:
-                kind = PassKind.BW
-            ranks[-1].append(Pass(kind, *divmod(unit, m)))
-        return tuple(map(tuple, ranks))
+        of_code, weights = self.problem.codes.passes, self.inputs.weights
+        return tuple(
+            tuple(
+                of_code[code]
+                for code in map(int, order[first:last])
+                if code < weights or self.edges is not None or flags[code - weights]
+            )
+            for first, last in pairwise(self.inputs.place)
+        )
+
+
+_BIAS_OF_SHARDS = {PassKind.O: -3.0, PassKind.P: -5.0, PassKind.V: 0.6}
+"""Bias of passes of a vocabulary-parallel layer, in mean passes: ranks wait for P and O, not V."""
 
 
 def _portion(chunk: int, chunks: int) -> float:
