@@ -96,12 +96,11 @@ def draw_other(rng: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
     return name, {**sizes, "costs": costs, "memory_limit": limit}
 
 
-def draw_slices(
-    rng: random.Random, kind: str, given: dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
+def draw_slices(rng: random.Random, kind: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """A request of token slices, for few microbatches."""
-    p, attention = given["pipeline_size"], rng.choice([0.0, 0.3, 0.6])
-    choices = {"attention": attention, "joins_weight": kind == "joined"}
+    p = given["pipeline_size"]
+    choices: dict[str, Any] = {"attention": rng.choice([0.0, 0.3, 0.6])}
+    choices["joins_weight"] = kind == "joined"
     cut = slices.Slicing.equal(rng.choice([2, 4]), **choices)
     if kind == "slice lengths":
         cut = slices.Slicing((4, 2, 1, 1), **choices)
