@@ -117,9 +117,9 @@ class GreedySpace(NamedTuple):
     """Working space of a greedy run: by code, by place, by row, by stage, and by rank the others.
 
     ``pending[place[r] + i]`` is the i-th W of rank r that was ready; it has run those before
-    ``oldest[r]``, and ``newest[r]`` were ready in all. ``upcoming`` is the next pass of each row.
-    ``missing`` counts the inputs of a pass that have not been made; ``touched[r]`` is 1 for a rank
-    that has to choose anew.
+    ``oldest[r]``, and ``newest[r]`` were ready in all. ``upcoming`` is the next pass of each row,
+    -1 once there is none left. ``missing`` counts the inputs of a pass that have not been made;
+    ``touched[r]`` is 1 for a rank that has to choose anew.
     """
 
     ready: Any
@@ -329,14 +329,13 @@ def choose_action(
     them) or, where passes communicate, a pair of a forward and a backward (numbered behind it).
     Among equal scores the first one wins.
     """
-    chunks, first, cell = graph.chunks, graph.first, graph.cell
+    chunks, cell = graph.chunks, graph.cell
     seconds, memory, room = graph.seconds, graph.memory, graph.room
     upcoming, ready_at = space.upcoming, space.ready
     base = graph.lead_first[r]
     leads = graph.lead_first[r + 1] - base
     now = space.clock[r]
-    lead = graph.leads[base]
-    late = upcoming[lead] >= first[lead + 1]
+    late = upcoming[graph.leads[base]] < 0
     waiting = space.newest[r] - space.oldest[r]
     kinds = 2 * chunks + 4
     position = (r / (graph.pipeline_size - 1) if graph.pipeline_size > 1 else 0.0) - 0.5
@@ -347,7 +346,7 @@ def choose_action(
     for i in range(leads):
         row = graph.leads[base + i]
         code = upcoming[row]
-        if code >= first[row + 1]:
+        if code < 0:
             continue
         ready = ready_at[code]
         if ready >= INFINITY:
@@ -377,7 +376,7 @@ def choose_action(
             for d in range(chunks if i < chunks else 0):
                 behind = graph.leads[base + chunks + d]
                 other = upcoming[behind]
-                if other >= first[behind + 1]:
+                if other < 0:
                     continue
                 if cell[other] == code or ready_at[other] >= INFINITY:
                     continue
@@ -433,14 +432,16 @@ def take_action(
         if i > leads:
             i, d = (i - leads - 1) // graph.chunks, (i - leads - 1) % graph.chunks
             behind = graph.leads[base + graph.chunks + d]
-            other = space.upcoming[behind]
-            space.upcoming[behind] = other + 1
-            space.in_flight[graph.stage[behind]] += graph.flight[other]
-    row = graph.leads[base + i]
+            other = take(graph, space, behind)
+    return take(graph, space, graph.leads[base + i]), other
+
+
+def take(graph: Graph, space: GreedySpace, row: int) -> int:
+    """Count the next pass of a row as run, and return it."""
     code = space.upcoming[row]
-    space.upcoming[row] = code + 1
+    space.upcoming[row] = code + 1 if code + 1 < graph.first[row + 1] else -1
     space.in_flight[graph.stage[row]] += graph.flight[code]
-    return code, other
+    return code
 
 
 def hand_out(graph: Graph, edges: Edges, space: GreedySpace, code: int, end: float) -> None:
