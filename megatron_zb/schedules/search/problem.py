@@ -96,14 +96,17 @@ class Codes:
     ) -> None:
         kinds = (_F, _B, _W) if split else (_F, _BW)
         stages, units = range(placement.num_stages), range(num_units)
-        of_kind = {kind: rules.turns(rules.by_kind[kind], units) for kind in kinds}
         self.rows = [(kind, stage) for kind in kinds for stage in stages]
         shards = [placement.num_stages + rank for rank in rules.shard_ranks]
         if shards:
-            of_kind |= {kind: rules.turns(rules.by_kind[kind], units) for kind in (_O, _P, _V)}
             self.rows.append((_P, placement.num_stages - 1))
             self.rows += [(kind, stage) for kind in (_O, _V) for stage in shards]
-        self.turns = [of_kind[kind] for kind, _ in self.rows]
+        of_all = {kind: rules.turns(rules.by_kind[kind], units) for kind, _ in self.rows}
+        visits = (rules.visits(rules.by_kind[kind], stage) for kind, stage in self.rows)
+        self.turns = [
+            of_all[kind] if some is None else rules.turns(rules.by_kind[kind], some)
+            for (kind, _), some in zip(self.rows, visits, strict=True)
+        ]
         self.first = [*accumulate(map(len, self.turns), initial=0)]
         self.number = {row: i for i, row in enumerate(self.rows)}
         ends = [self.first[(i + 1) * len(stages)] for i in range(len(kinds))]
@@ -254,6 +257,12 @@ def edges_of(problem: Problem, make: Engine) -> Edges | None:
     return Edges(problem.logits, make.integers(missing), *flat(makers), *flat(readers))
 
 
+def _on_route(route: tuple[int, ...], stage: int, step: int) -> int | None:
+    """Return the stage one step further on a route, or back, None at its end."""
+    at = route.index(stage) + step
+    return route[at] if 0 <= at < len(route) else None
+
+
 class _Row(NamedTuple):
     """Columns of a :class:`~inner_loops.Graph` for the passes of one row."""
 
@@ -302,6 +311,8 @@ class _Rows:
     def work(self) -> list[float]:
         """Return the seconds of F, B and W of each rank."""
         rows = [self._costs.of(j) for j in self._units]
+        if self._problem.rules.routes is not None:
+            return self._work_on_routes()
         tables = ("forward", "backward", "weight")
         found = [
             sum(getattr(row, table)[s] for row in rows for table in tables for s in stages)
@@ -313,49 +324,43 @@ class _Rows:
                 found[rank] += sum(row.seconds[kind][stage] for row in rows)
         return found
 
+    def _work_on_routes(self) -> list[float]:
+        found = [0.0] * self._problem.placement.pipeline_size
+        for (kind, stage), turns in zip(self._codes.rows, self._codes.turns, strict=True):
+            rank = self._problem.placement.rank_of[stage]
+            found[rank] += sum(self._costs.of(unit).seconds[kind][stage] for unit in turns)
+        return found
+
     def _forward(self, stage: int) -> _Row:
-        none = [-1] * len(self._units)
-        units = self._of(_F, stage, self._units)
-        onward = (_F, stage + 1) if stage < self._last else (self._backward_kind, stage)
-        reader = self._of(*onward, self._units)
+        turns = self._codes.turns[self._codes.number[_F, stage]]
+        none, own = [-1] * len(turns), self._of(self._backward_kind, stage, turns)
         if stage == self._last and self._problem.rules.shard_ranks:
-            reader = none
+            own = none
         return _Row(
-            cell=units,
+            cell=self._of(_F, stage, turns),
             before=none,
-            maker=self._of(_F, stage - 1, self._units) if stage > 0 else none,
-            reader=reader,
+            maker=self._beside(_F, stage, turns, -1, none),
+            reader=self._beside(_F, stage, turns, 1, own),
             weight=none,
-            seconds=self._priced(self._units, lambda row: row.forward[stage]),
-            latency=self._priced(
-                self._units, lambda row: row.forward_p2p[stage - 1] if stage > 0 else 0.0
-            ),
-            memory=self._priced(self._units, lambda row: row.activation[stage]),
-            flight=self._flight(stage, self._units, 1.0),
-            after=[0.0] * len(units),
+            seconds=self._priced(turns, lambda row: row.forward[stage]),
+            latency=self._latency(_F, stage, turns, -1),
+            memory=self._priced(turns, lambda row: row.activation[stage]),
+            flight=self._flight(stage, turns, 1.0),
+            after=[0.0] * len(turns),
         )
 
     def _backward(self, kind: PassKind, stage: int) -> _Row:
         turns = self._codes.turns[self._codes.number[kind, stage]]
         none, cell = [-1] * len(turns), self._of(_F, stage, turns)
-        if stage < self._last:
-            maker = self._of(kind, stage + 1, turns)
-        else:
-            maker = cell if self._problem.turn else none
         change = self._memory[kind]
         return _Row(
             cell=cell,
             before=cell,
-            maker=maker,
-            reader=self._of(kind, stage - 1, turns) if stage > 0 else none,
+            maker=self._beside(kind, stage, turns, 1, cell if self._problem.turn else none),
+            reader=self._beside(kind, stage, turns, -1, none),
             weight=self._of(_W, stage, turns) if self._codes.split else none,
             seconds=self._priced(turns, lambda row: row.backward[stage]),
-            latency=self._priced(
-                turns,
-                lambda row: (
-                    row.backward_p2p[stage + 1] if stage < self._last else self._problem.turn
-                ),
-            ),
+            latency=self._latency(kind, stage, turns, 1),
             memory=self._priced(turns, lambda row: row.change(change, stage)),
             flight=self._flight(stage, turns, -1.0),
             after=self._priced(turns, lambda row: row.weight[stage]),
@@ -413,6 +418,41 @@ class _Rows:
             flight=[0.0] * len(turns),
             after=[0.0] * len(turns),
         )
+
+    def _beside(
+        self,
+        kind: PassKind,
+        stage: int,
+        units: Sequence[int],
+        step: int,
+        at_the_end: Sequence[int],
+    ) -> Sequence[int]:
+        """Return the passes of units on the stage one step further on their route, or back."""
+        routes, other = self._problem.rules.routes, stage + step
+        if routes is None:
+            return self._of(kind, other, units) if 0 <= other <= self._last else at_the_end
+        there = [_on_route(routes[unit], stage, step) for unit in units]
+        each = zip(there, units, at_the_end, strict=True)
+        return [end if at is None else self._codes.of(kind, at, unit) for at, unit, end in each]
+
+    def _latency(
+        self, kind: PassKind, stage: int, units: Sequence[int], step: int
+    ) -> Sequence[float]:
+        """Return the seconds of the messages from the stage one step away on the route of units."""
+        routes, other = self._problem.rules.routes, stage + step
+        ends = self._problem.turn if kind is not _F else 0.0
+        if routes is None:
+            inner = 0 <= other <= self._last
+            return self._priced(units, lambda row: row.latencies[kind][other] if inner else ends)
+        rank_of = self._problem.placement.rank_of
+        found = []
+        for unit in units:
+            at = _on_route(routes[unit], stage, step)
+            if at is None or rank_of[at] == rank_of[stage]:
+                found.append(0.0)
+            else:
+                found.append(self._costs.of(unit).latencies[kind][at])
+        return found
 
     @property
     def _backward_kind(self) -> PassKind:
