@@ -6,7 +6,7 @@ add what a table cannot say. A schedule holds its rules, for all code that itera
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
@@ -199,6 +199,14 @@ class TrainingRules(Rules):
     def by_kind(self) -> Mapping[PassKind, Kind]:
         """Entries of the table, or those that replace them, by kind."""
         return {it.kind: it for it in (*self.table, *self.more)}
+
+    def updates_on(self, stage: int) -> Iterator[tuple[int, int]]:
+        """Yield the units of the updates of a stage, each with the last unit that it waits for."""
+        yield from ()
+
+    def waits_on(self, stage: int) -> Iterator[tuple[int, int]]:
+        """Yield the units of a stage whose F waits for an update, each with that of the update."""
+        yield from ()
 
     def over(self, whole: TrainingRules) -> TrainingRules:
         """Return the rules of these units for work whose whole microbatches have other rules."""

@@ -136,15 +136,23 @@ class UnitRules(TrainingRules):
     def _updates(
         self, graph: TaskGraph, stage: int, rank: int
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
-        of_owner = self.columns.of_owner(stage)
-        for units in of_owner.values():
-            last = graph.code_of(Pass(_W, stage, units[-1]), rank)
-            yield graph.code_of(Pass(_U, stage, units[0]), rank), (last,)
+        def code(kind: PassKind, unit: int) -> int:
+            return graph.code_of(Pass(kind, stage, unit), rank)
+
+        yield from ((code(_U, unit), (code(_W, last),)) for unit, last in self.updates_on(stage))
+        yield from ((code(_F, unit), (code(_U, by),)) for unit, by in self.waits_on(stage))
+
+    def updates_on(self, stage: int) -> Iterator[tuple[int, int]]:
+        if self.has_updates:
+            for units in self.columns.of_owner(stage).values():
+                yield units[0], units[-1]
+
+    def waits_on(self, stage: int) -> Iterator[tuple[int, int]]:
+        of_owner = self.columns.of_owner(stage) if self.has_updates else {}
         for unit in self.columns.visits.get(stage, ()):
             awaited = of_owner.get(self.columns.version[unit])
             if awaited is not None:
-                update = graph.code_of(Pass(_U, stage, awaited[0]), rank)
-                yield graph.code_of(Pass(_F, stage, unit), rank), (update,)
+                yield unit, awaited[0]
 
     def more_peers(self, placement: Placement) -> set[tuple[int, int]]:
         usual = {tuple(sorted(pair)) for pair in placement.peers}

@@ -7,7 +7,7 @@ so that slices of a microbatch, whose B run from the last one on, are numbered a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -23,7 +23,9 @@ from megatron_zb.schedules.stage_costs import StageCosts
 
 TOLERANCE = 1e-9
 _F, _B, _W, _BW, _R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R
-_O, _P, _V = PassKind.O, PassKind.P, PassKind.V
+_O, _P, _V, _U = PassKind.O, PassKind.P, PassKind.V, PassKind.U
+OTHERS = (_O, _P, _V, _U)
+"""Kinds with inputs of several passes, in the order of their priorities."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,11 @@ class Problem:
 class Codes:
     """Codes of the passes of a problem: rows of F, then of B or BW, then of W if that is split.
 
+    Those of shards of the vocabulary, and of updates, stand last.
     ``rows`` are the kind and stage of each row, ``turns`` its units in the order in which a rank
     runs them, and ``first`` the code of the first of them. Codes of F end before ``forwards``,
-    those of B before ``backwards``, those of W before ``weights``, and those of shards of the
-    vocabulary before ``total``; the R of an F has the code of the F plus ``weights``.
+    those of B before ``backwards``, those of W before ``weights``, and all before ``total``. The R
+    of an F has the code of the F plus ``weights``.
     """
 
     def __init__(
@@ -101,6 +104,8 @@ class Codes:
         if shards:
             self.rows.append((_P, placement.num_stages - 1))
             self.rows += [(kind, stage) for kind in (_O, _V) for stage in shards]
+        if _U in rules.by_kind:
+            self.rows += [(_U, stage) for stage in stages]
         of_all = {kind: rules.turns(rules.by_kind[kind], units) for kind, _ in self.rows}
         visits = (rules.visits(rules.by_kind[kind], stage) for kind, stage in self.rows)
         self.turns = [
@@ -217,7 +222,7 @@ def _rank_of(placement: Placement, stage: int) -> int:
 def _leads(codes: Codes, placement: Placement, rank: int, *, pairs: bool) -> list[tuple[int, int]]:
     """Return the rows of a rank but W, each with the number of its kind in the priorities.
 
-    F of a chunk stands before its B, or before all B; then O, P and V.
+    F of a chunk stands before its B, or before all B; then O, P, V and U.
     """
     held, backward = placement.stages_of[rank], _B if codes.split else _BW
     chunks = len(held)
@@ -226,27 +231,30 @@ def _leads(codes: Codes, placement: Placement, rank: int, *, pairs: bool) -> lis
     if pairs:
         return forwards + backwards
     of_shard = [
-        (row, 2 * chunks + 1 + (_O, _P, _V).index(kind))
+        (row, 2 * chunks + 1 + OTHERS.index(kind))
         for row, (kind, stage) in enumerate(codes.rows)
-        if kind in (_O, _P, _V) and _rank_of(placement, stage) == rank
+        if kind in OTHERS and _rank_of(placement, stage) == rank
     ]
     of_chunks = zip(forwards, backwards, strict=True)
     return [row for of_chunk in of_chunks for row in of_chunk] + of_shard
 
 
 def edges_of(problem: Problem, make: Engine) -> Edges | None:
-    """Return the inputs of the passes of shards as arrays of an engine, None if there are none."""
-    if not problem.rules.shard_ranks:
+    """Return the inputs of passes that have several as arrays of an engine, None without any."""
+    codes, built = problem.codes, _Rows(problem)
+    if codes.total == codes.weights:
         return None
-    codes, found = problem.codes, _Rows(problem).edges()
-    near = {(maker, reader) for maker, reader, _ in found if reader < codes.weights}
+    found = built.edges()
+    rows = [built.row(kind, stage) for kind, stage in codes.rows]
+    cell = [code for row in rows for code in row.cell]
+    main = [code for row in rows for code in row.maker]
     missing = [0] * codes.total
     readers: list[list[tuple[int, float]]] = [[] for _ in missing]
     makers: list[list[tuple[int, float]]] = [[] for _ in missing]
     for maker, reader, lag in found:
-        missing[reader] += 1
+        missing[reader] += 1 if missing[reader] or main[reader] < 0 else 2
         readers[maker].append((reader, lag))
-        if (maker, reader) not in near:  # the order of a rank keeps those of a cell
+        if cell[maker] != cell[reader]:  # the order of a rank keeps those of a cell
             makers[reader].append((maker, lag))
 
     def flat(lists: list[list[tuple[int, float]]]) -> tuple[Any, Any, Any]:
@@ -300,6 +308,8 @@ class _Rows:
             return self._forward(stage)
         if kind in (_O, _P, _V):
             return self._of_shard(kind, stage)
+        if kind is _U:
+            return self._update(stage)
         return self._weight(stage) if kind is _W else self._backward(kind, stage)
 
     def of_r(self, stage: int) -> _Row:
@@ -328,7 +338,7 @@ class _Rows:
         found = [0.0] * self._problem.placement.pipeline_size
         for (kind, stage), turns in zip(self._codes.rows, self._codes.turns, strict=True):
             rank = self._problem.placement.rank_of[stage]
-            found[rank] += sum(self._costs.of(unit).seconds[kind][stage] for unit in turns)
+            found[rank] += sum(self._seconds(kind, stage, unit) for unit in turns)
         return found
 
     def _forward(self, stage: int) -> _Row:
@@ -386,7 +396,10 @@ class _Rows:
         )
 
     def edges(self) -> list[tuple[int, int, float]]:
-        """Return the inputs of O, P, V and the last B: maker, reader, seconds of the message."""
+        """Return the inputs of O, P, V and the last B, of U, and of F that wait for a U.
+
+        Each is the maker, the reader, and the seconds of the message.
+        """
         last, stages = self._last, self._last + 1
         end, units = self._problem.placement.rank_of[last], self._units
         found: list[tuple[int, int, float]] = []
@@ -400,8 +413,41 @@ class _Rows:
             join((_F, last), (_O, stages + rank), near=rank == end)
             join((_O, stages + rank), (_P, last), near=rank == end)
             join((_P, last), (_V, stages + rank), near=rank == end)
-        join((_P, last), (self._backward_kind, last), near=True)
-        return found
+        if self._problem.rules.shard_ranks:
+            join((_P, last), (self._backward_kind, last), near=True)
+        return found + [(*edge, 0.0) for edge in self._of_updates()]
+
+    def _of_updates(self) -> Iterator[tuple[int, int]]:
+        """Yield the inputs of U, and of F that wait for one: maker and reader."""
+        rules, codes = self._problem.rules, self._codes
+        done = _W if codes.split else _BW
+        for stage in range(self._last + 1):
+            for unit, last in rules.updates_on(stage):
+                yield codes.of(done, stage, last), codes.of(_U, stage, unit)
+            for unit, update in rules.waits_on(stage):
+                yield codes.of(_U, stage, update), codes.of(_F, stage, unit)
+
+    def _update(self, stage: int) -> _Row:
+        """Return the columns of a row of U."""
+        turns = self._codes.turns[self._codes.number[_U, stage]]
+        none, nothing = [-1] * len(turns), [0.0] * len(turns)
+        return _Row(
+            cell=[self._codes.of(_U, stage, unit) for unit in turns],
+            before=none,
+            maker=none,
+            reader=none,
+            weight=none,
+            seconds=[self._seconds(_U, stage, unit) for unit in turns],
+            latency=nothing,
+            memory=nothing,
+            flight=nothing,
+            after=nothing,
+        )
+
+    def _seconds(self, kind: PassKind, stage: int, unit: int) -> float:
+        """Return the seconds of a pass, 0 for a kind that the costs do not have."""
+        of_stages = self._costs.of(unit).seconds.get(kind)
+        return of_stages[stage] if of_stages else 0.0
 
     def _weight(self, stage: int) -> _Row:
         turns, change = self._codes.turns[self._codes.number[_W, stage]], self._memory[_W]
