@@ -4,8 +4,9 @@ The table is the *compute-only* one that torch's pipeline runtime loads and dump
 rank, a cell for each pass, ``<stage><letter><microbatch>``. Its letters are F, I for the input
 gradient (our B), W, and B for a full backward (our BW). Empty cells are idle steps. Cells of
 torch's reductions of gradients over replicas, such as ``0REDUCE_GRAD``, are no passes and left out.
-Two things torch does not know: R, where activations are recomputed, and O, P and V of schedules
-with a sharded output layer, in which the shard of rank r counts as stage S + r.
+Three things torch does not know: R, where activations are recomputed, O, P and V of schedules with
+a sharded output layer, in which the shard of rank r counts as stage S + r, and U, the update of a
+stage, of schedules whose units have owners.
 
 A pair is one cell, such as ``(0F1;2B0)OVERLAP_F_B``.
 """
@@ -38,8 +39,9 @@ from megatron_zb.schedules.rules import (
 )
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.simulator import Timeline
+from megatron_zb.schedules.units import UPDATE
 
-_LETTER = {it.kind: it.letter or str(it.kind) for it in PREDICTION_KINDS}
+_LETTER = {it.kind: it.letter or str(it.kind) for it in (*PREDICTION_KINDS, UPDATE)}
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
 _OF_SHARDS = {it.kind for it in PREDICTION_KINDS if it.home not in (Home.STAGES, Home.INNER)}
 _CELL = re.compile(rf"([0-9]+)([{''.join(_KIND)}])([0-9]+)")

@@ -6,7 +6,7 @@ add what a table cannot say. A schedule holds its rules, for all code that itera
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
@@ -67,6 +67,15 @@ class Rules:
         return ()
 
     @property
+    def routes(self) -> tuple[tuple[int, ...], ...] | None:
+        """Stages that each unit visits, None where all units visit all stages in turn."""
+        return None
+
+    def visits(self, kind: Kind, stage: int) -> tuple[int, ...] | None:
+        """Return the units that a kind of pass has on a stage, None for all."""
+        return None
+
+    @property
     def send_slots(self) -> int:
         """The most sends of a channel that are left untaken in a program."""
         return 2
@@ -96,7 +105,7 @@ class Rules:
         """Return the costs of what passes count, from those of whole microbatches."""
         return costs
 
-    def turns(self, kind: Kind, units: range) -> Sequence[int]:
+    def turns(self, kind: Kind, units: Sequence[int]) -> Sequence[int]:
         """Return the units of a row that a rank has, in the order in which it runs them."""
         return units
 
@@ -191,6 +200,14 @@ class TrainingRules(Rules):
         """Entries of the table, or those that replace them, by kind."""
         return {it.kind: it for it in (*self.table, *self.more)}
 
+    def updates_on(self, stage: int) -> Iterator[tuple[int, int]]:
+        """Yield the units of the updates of a stage, each with the last unit that it waits for."""
+        yield from ()
+
+    def waits_on(self, stage: int) -> Iterator[tuple[int, int]]:
+        """Yield the units of a stage whose F waits for an update, each with that of the update."""
+        yield from ()
+
     def over(self, whole: TrainingRules) -> TrainingRules:
         """Return the rules of these units for work whose whole microbatches have other rules."""
         return whole
@@ -204,7 +221,7 @@ class LastFirstRules(TrainingRules):
     1F1B's: such a schedule is drawn and timed, but a run refuses it.
     """
 
-    def turns(self, kind: Kind, units: range) -> Sequence[int]:
+    def turns(self, kind: Kind, units: Sequence[int]) -> Sequence[int]:
         return units[::-1] if kind.is_gradient else units
 
 
@@ -361,7 +378,7 @@ class _Order:
         return Violation("placement", why, position)
 
     def _out_of_turn(self, row: int) -> str:
-        kind, stage, _, _ = self._graph.rows[row]
+        kind, stage, *_ = self._graph.rows[row]
         expected = self._expected(row)
         if expected is None:
             return f"there is no {kind.kind} of stage {stage} left to run on this rank"
@@ -376,7 +393,7 @@ class _Order:
         for code in (*makers, *self._graph.more.get(row * units + p.microbatch, ())):
             maker, unit = divmod(code, units)
             if self._graph.rank_of(code) == self._rank and not self._has_run(maker, unit):
-                kind, stage, _, _ = self._graph.rows[maker]
+                kind, stage, *_ = self._graph.rows[maker]
                 return Pass(kind.kind, stage, unit)
         return None
 
@@ -406,7 +423,7 @@ class _Order:
 
     def _incomplete(self) -> Violation | None:
         for row, count in self._count.items():
-            kind, stage, _, _ = self._graph.rows[row]
+            kind, stage, *_ = self._graph.rows[row]
             wanted = len(self._turns[row])
             if kind.due in (Due.ALWAYS, Due.TRAINING) and count != wanted:
                 why = f"{count} of {wanted} {kind.kind} passes are listed"

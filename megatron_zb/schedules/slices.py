@@ -385,7 +385,7 @@ class SlicedRules(TrainingRules):
         gradients = {it.kind for it in self.whole.kinds if it.is_gradient}
         return frozenset(gradients - _OF_LOSS)
 
-    def turns(self, kind: Kind, units: range) -> Sequence[int]:
+    def turns(self, kind: Kind, units: Sequence[int]) -> Sequence[int]:
         """Return the units of a stage in the order of F, of B, or of W."""
         joined = kind.kind is _W and bool(self.slicing.joins_weight)
         falls = kind.kind in self.falling

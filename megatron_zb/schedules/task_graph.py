@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from megatron_zb.schedules.kinds import At, Copies, Due, Home, Kind, Need
@@ -82,6 +83,15 @@ class Work(Protocol):
         """Ranks that hold a shard of the vocabulary."""
         ...
 
+    @property
+    def routes(self) -> tuple[tuple[int, ...], ...] | None:
+        """Stages that each unit visits, None where all units visit all stages in turn."""
+        ...
+
+    def visits(self, kind: Kind, stage: int) -> tuple[int, ...] | None:
+        """Return the units that a kind of pass has on a stage, None for all."""
+        ...
+
     def units(self, num_microbatches: int) -> int:
         """Return the number of units that a row can have."""
         ...
@@ -100,16 +110,26 @@ class Work(Protocol):
 
 
 class Row(NamedTuple):
-    """Passes of one kind and stage; unit u is on rank ``ranks[u % len(ranks)]``."""
+    """Passes of one kind and stage; unit u is on rank ``ranks[u % len(ranks)]``.
+
+    ``visits`` are the units that the row has, None for all of them.
+    """
 
     kind: Kind
     stage: int
     ranks: tuple[int, ...]
     units: int
+    visits: tuple[int, ...] | None = None
 
-    def units_on(self, rank: int) -> range:
+    def units_on(self, rank: int) -> Sequence[int]:
         """Return the units of the row that a rank runs."""
+        if self.visits is not None:
+            return self.visits
         return range(self.ranks.index(rank), self.units, len(self.ranks))
+
+    def has(self, unit: int) -> bool:
+        """Return whether the row has a unit."""
+        return self.visits is None or unit in self.visits
 
 
 @dataclass(frozen=True)
@@ -184,7 +204,8 @@ class TaskGraph:
         """Yield the nodes whose output a node waits for."""
         row, unit = divmod(code, self.units)
         for maker in self.inputs[row]:
-            yield maker * self.units + unit
+            if self.rows[maker].has(unit):
+                yield maker * self.units + unit
         yield from self.others(code)
 
     def others(self, code: int) -> list[int]:
@@ -197,7 +218,11 @@ class TaskGraph:
     def reader_ranks(self, code: int) -> tuple[int, ...]:
         """Return the ranks that read the output of a node, of which its own may be one."""
         row, unit = divmod(code, self.units)
-        readers = [reader * self.units + unit for reader in self.readers[row]]
+        readers = [
+            reader * self.units + unit
+            for reader in self.readers[row]
+            if self.rows[reader].has(unit)
+        ]
         readers += self._more_readers.get(code, ())
         return tuple(dict.fromkeys(map(self.rank_of, readers)))
 
@@ -205,6 +230,9 @@ class TaskGraph:
         """Return the message that carries the output of a node, None if it does not travel."""
         row, unit = divmod(code, self.units)
         stage = self._reading_stages[row]
+        if self.work.routes is not None:
+            readers = (self.rows[reader] for reader in self.readers[row])
+            stage = next((reader.stage for reader in readers if reader.has(unit)), None)
         if stage is None:
             is_read = code in self._more_readers
             return self.work.further_message(self.rows[row], unit) if is_read else None
@@ -224,7 +252,7 @@ class TaskGraph:
         rank r, S + p + 1 is what the rank of the first stage sends to all shards, and S + p + 2
         what the first and the last stage send to each other.
         """
-        kind, stage, ranks, _ = self.rows[row]
+        kind, stage, ranks, *_ = self.rows[row]
         beyond = self.placement.num_stages + self.placement.pipeline_size
         for reader in self.readers[row]:
             needs = [need for need in self.rows[reader].kind.needs if need.role in kind.roles]
@@ -261,7 +289,7 @@ def _graph(
     kinds = [kind for kind in work.kinds if kind.due is Due.ALWAYS or not forward_only]
     units = work.units(num_microbatches)
     rows = tuple(
-        Row(kind, stage, ranks, work.units_of(kind, units))
+        Row(kind, stage, ranks, work.units_of(kind, units), work.visits(kind, stage))
         for kind in kinds
         for stage, ranks in _stages_of(kind, work, placement)
     )
@@ -270,7 +298,7 @@ def _graph(
     for i, row in enumerate(rows):
         waits, before = list[int](), list[int]()
         for need in row.kind.needs:
-            for maker in _makers(need, row, placement, rows, number):
+            for maker in _makers(need, row, (work, placement), rows, number):
                 is_near = need.at not in (At.PREVIOUS, At.NEXT) and rows[maker].ranks == row.ranks
                 if maker != i:
                     (before if is_near else waits).append(maker)
@@ -305,16 +333,20 @@ def _stages_of(
 def _makers(
     need: Need,
     row: Row,
-    placement: Placement,
+    of: tuple[Work, Placement],
     rows: Sequence[Row],
     number: Mapping[tuple[PassKind, int], int],
 ) -> list[int]:
-    """Return the rows that make an input of a row."""
+    """Return the rows that make an input of a row: several where units come by several routes."""
+    work, placement = of
     stages = placement.num_stages
     if need.on is not None and row.stage != (0 if need.on is At.FIRST else stages - 1):
         return []
     if need.at is At.SHARDS:
         return [i for i, it in enumerate(rows) if it.kind.kind is need.role]
+    if work.routes is not None and need.at in (At.PREVIOUS, At.NEXT):
+        beside = _beside_on_routes(work.routes, row.stage, need.at)
+        return [number[need.role, stage] for stage in beside if (need.role, stage) in number]
     stage = {
         At.PREVIOUS: row.stage - 1,
         At.NEXT: row.stage + 1,
@@ -325,6 +357,14 @@ def _makers(
     }[need.at]
     found = number.get((need.role, stage))
     return [] if found is None else [found]
+
+
+def _beside_on_routes(routes: Sequence[tuple[int, ...]], stage: int, at: At) -> list[int]:
+    """Return the stages that stand before a stage on a route, or behind it."""
+    pairs = {pair for route in dict.fromkeys(routes) for pair in pairwise(route)}
+    if at is At.PREVIOUS:
+        return sorted(a for a, b in pairs if b == stage)
+    return sorted(b for a, b in pairs if a == stage)
 
 
 class Replay(NamedTuple):
@@ -377,6 +417,9 @@ class _Replaying:
             for number, passes in zip(graph.number, ranks, strict=True)
         ]
         self._arrival = [_NEVER] * len(graph)
+        for i, row in enumerate(graph.rows):
+            for unit in () if row.visits is None else {*range(graph.units)} - {*row.visits}:
+                self._arrival[i * graph.units + unit] = 0.0  # nobody waits for what is not there
         self._waiting: dict[int, list[int]] = {}
         self._runnable = list(range(len(ranks) - 1, -1, -1))
         start, end = ([list[float]() for _ in ranks] for _ in range(2))
@@ -472,7 +515,7 @@ class _Prices:
         """Return the prices of each row, 0 for a kind that the costs do not have."""
 
         def each(table: Mapping[PassKind, Sequence[float]]) -> list[float]:
-            priced = ((table.get(kind.kind), stage) for kind, stage, _, _ in self._graph.rows)
+            priced = ((table.get(row.kind.kind), row.stage) for row in self._graph.rows)
             return [of[stage] if of and stage < len(of) else 0.0 for of, stage in priced]
 
         return each(costs.seconds), each(costs.latencies)

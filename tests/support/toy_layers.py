@@ -45,7 +45,7 @@ class _Product(torch.autograd.Function):
         return grad @ layer.weight.t(), None
 
 
-def _input(microbatch: int) -> torch.Tensor:
+def toy_input(microbatch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 + microbatch)
     return torch.randn(3, 4, generator=generator, dtype=torch.float64)
 
@@ -62,7 +62,7 @@ def layers_of_a_rank(placement: Placement) -> tuple[dict[int, Layer], dict[int, 
         def compute(
             microbatch: int, x: torch.Tensor | None, layer: Layer = layer, last: bool = is_last
         ) -> torch.Tensor:
-            y = layer(_input(microbatch).requires_grad_() if x is None else x)
+            y = layer(toy_input(microbatch).requires_grad_() if x is None else x)
             return y.square().sum() if last else y
 
         stages[stage] = AutogradStage(compute, queue, is_last=is_last)

@@ -44,8 +44,8 @@ class Graph(NamedTuple):
     fill ``room[r]``; ``work[r]`` are the seconds of all its passes; ``tail_seconds[r]`` follow its
     last pass before it counts as done.
 
-    Passes of a vocabulary-parallel output layer have the codes from ``weights`` on, and their
-    inputs are :class:`Edges`.
+    Passes of a vocabulary-parallel output layer, and updates, have the codes from ``weights`` on,
+    and their inputs are :class:`Edges`.
     """
 
     pipeline_size: int
@@ -83,8 +83,9 @@ class Edges(NamedTuple):
 
     Beside ``maker`` and ``reader`` of a :class:`Graph`. The outputs of ``code`` are
     ``out_node[out_first[code]:out_first[code + 1]]``, each after the seconds ``out_lag``; its
-    inputs from other cells likewise. ``missing`` is the number of inputs of each pass, with those
-    of its own cell. A shard holds the logits of ``most`` units at once.
+    inputs from other cells likewise. ``missing`` is the number of inputs of a pass that has such,
+    with its ``maker`` and those of its own cell. A shard holds the logits of ``most`` units at
+    once.
     """
 
     most: int
@@ -101,7 +102,7 @@ class Priorities(NamedTuple):
     """Numbers that steer a greedy run.
 
     ``quota[s]`` bounds the microbatches in flight of stage s, by their memory. ``score`` holds, for
-    the kinds F0.., B0.., W, O, P, V: bias, slope along the ranks, bias once all F of the rank's
+    the kinds F0.., B0.., W, O, P, V, U: bias, slope along the ranks, bias once all F of the rank's
     first lead are out; then the weight of waiting inputs, of pending W, and the number of pending W
     that forces one. ``rank_bias[r * kinds + k]`` is added to the score of the k-th of these kinds,
     only on rank r. A run ends as soon as its makespan will certainly be above ``bound``.
@@ -117,9 +118,9 @@ class GreedySpace(NamedTuple):
     """Working space of a greedy run: by code, by place, by row, by stage, and by rank the others.
 
     ``pending[place[r] + i]`` is the i-th W of rank r that was ready; it has run those before
-    ``oldest[r]``, and ``newest[r]`` were ready in all. ``upcoming`` is the next pass of each row.
-    ``missing`` counts the inputs of a pass that have not been made; ``touched[r]`` is 1 for a rank
-    that has to choose anew.
+    ``oldest[r]``, and ``newest[r]`` were ready in all. ``upcoming`` is the next pass of each row,
+    -1 once there is none left. ``missing`` counts the inputs of a pass that have not been made;
+    ``touched[r]`` is 1 for a rank that has to choose anew.
     """
 
     ready: Any
@@ -298,6 +299,8 @@ def reset(
                 space.ready[code] = INFINITY
             space.arrival[code] = 0.0
             space.missing[code] = edges.missing[code]
+            if edges.missing[code] > 0:
+                space.ready[code] = INFINITY
         for r in range(graph.pipeline_size):
             space.touched[r] = 1
     if pair_costs is not None:
@@ -329,16 +332,15 @@ def choose_action(
     them) or, where passes communicate, a pair of a forward and a backward (numbered behind it).
     Among equal scores the first one wins.
     """
-    chunks, first, cell = graph.chunks, graph.first, graph.cell
+    chunks, cell = graph.chunks, graph.cell
     seconds, memory, room = graph.seconds, graph.memory, graph.room
     upcoming, ready_at = space.upcoming, space.ready
     base = graph.lead_first[r]
     leads = graph.lead_first[r + 1] - base
     now = space.clock[r]
-    lead = graph.leads[base]
-    late = upcoming[lead] >= first[lead + 1]
+    late = upcoming[graph.leads[base]] < 0
     waiting = space.newest[r] - space.oldest[r]
-    kinds = 2 * chunks + 4
+    kinds = 2 * chunks + 5
     position = (r / (graph.pipeline_size - 1) if graph.pipeline_size > 1 else 0.0) - 0.5
     best, best_choice, best_start = INFINITY, -1, INFINITY
     if waiting > 0 and waiting > priorities.score[3 * kinds + 2]:
@@ -347,7 +349,7 @@ def choose_action(
     for i in range(leads):
         row = graph.leads[base + i]
         code = upcoming[row]
-        if code >= first[row + 1]:
+        if code < 0:
             continue
         ready = ready_at[code]
         if ready >= INFINITY:
@@ -377,7 +379,7 @@ def choose_action(
             for d in range(chunks if i < chunks else 0):
                 behind = graph.leads[base + chunks + d]
                 other = upcoming[behind]
-                if other >= first[behind + 1]:
+                if other < 0:
                     continue
                 if cell[other] == code or ready_at[other] >= INFINITY:
                     continue
@@ -433,25 +435,31 @@ def take_action(
         if i > leads:
             i, d = (i - leads - 1) // graph.chunks, (i - leads - 1) % graph.chunks
             behind = graph.leads[base + graph.chunks + d]
-            other = space.upcoming[behind]
-            space.upcoming[behind] = other + 1
-            space.in_flight[graph.stage[behind]] += graph.flight[other]
-    row = graph.leads[base + i]
+            other = take(graph, space, behind)
+    return take(graph, space, graph.leads[base + i]), other
+
+
+def take(graph: Graph, space: GreedySpace, row: int) -> int:
+    """Count the next pass of a row as run, and return it."""
     code = space.upcoming[row]
-    space.upcoming[row] = code + 1
+    space.upcoming[row] = code + 1 if code + 1 < graph.first[row + 1] else -1
     space.in_flight[graph.stage[row]] += graph.flight[code]
-    return code, other
+    return code
 
 
 def hand_out(graph: Graph, edges: Edges, space: GreedySpace, code: int, end: float) -> None:
     """Publish the output of a pass along its edges, and mark the ranks of what is ready now."""
     for i in range(edges.out_first[code], edges.out_first[code + 1]):
-        reader = edges.out_node[i]
-        space.arrival[reader] = max(space.arrival[reader], end + edges.out_lag[i])
-        space.missing[reader] -= 1
-        if space.missing[reader] == 0:
-            space.ready[reader] = space.arrival[reader]
-            space.touched[graph.rank[reader]] = 1
+        deliver(graph, space, edges.out_node[i], end + edges.out_lag[i])
+
+
+def deliver(graph: Graph, space: GreedySpace, reader: int, arrival: float) -> None:
+    """Count an input of a pass that has several, and mark its rank once it has all of them."""
+    space.arrival[reader] = max(space.arrival[reader], arrival)
+    space.missing[reader] -= 1
+    if space.missing[reader] == 0:
+        space.ready[reader] = space.arrival[reader]
+        space.touched[graph.rank[reader]] = 1
 
 
 def hand_over(
@@ -476,9 +484,12 @@ def hand_over(
     following = graph.reader[code]
     if following < 0:
         return -1
-    space.ready[following] = end + graph.latency[following]
     if edges is not None:
+        if space.missing[following] > 0:
+            deliver(graph, space, following, end + graph.latency[following])
+            return -1
         space.touched[graph.rank[following]] = 1
+    space.ready[following] = end + graph.latency[following]
     return graph.rank[following]
 
 

@@ -7,7 +7,7 @@ so that slices of a microbatch, whose B run from the last one on, are numbered a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -23,7 +23,9 @@ from megatron_zb.schedules.stage_costs import StageCosts
 
 TOLERANCE = 1e-9
 _F, _B, _W, _BW, _R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R
-_O, _P, _V = PassKind.O, PassKind.P, PassKind.V
+_O, _P, _V, _U = PassKind.O, PassKind.P, PassKind.V, PassKind.U
+OTHERS = (_O, _P, _V, _U)
+"""Kinds with inputs of several passes, in the order of their priorities."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,11 @@ class Problem:
 class Codes:
     """Codes of the passes of a problem: rows of F, then of B or BW, then of W if that is split.
 
+    Those of shards of the vocabulary, and of updates, stand last.
     ``rows`` are the kind and stage of each row, ``turns`` its units in the order in which a rank
     runs them, and ``first`` the code of the first of them. Codes of F end before ``forwards``,
-    those of B before ``backwards``, those of W before ``weights``, and those of shards of the
-    vocabulary before ``total``; the R of an F has the code of the F plus ``weights``.
+    those of B before ``backwards``, those of W before ``weights``, and all before ``total``. The R
+    of an F has the code of the F plus ``weights``.
     """
 
     def __init__(
@@ -96,14 +99,19 @@ class Codes:
     ) -> None:
         kinds = (_F, _B, _W) if split else (_F, _BW)
         stages, units = range(placement.num_stages), range(num_units)
-        of_kind = {kind: rules.turns(rules.by_kind[kind], units) for kind in kinds}
         self.rows = [(kind, stage) for kind in kinds for stage in stages]
         shards = [placement.num_stages + rank for rank in rules.shard_ranks]
         if shards:
-            of_kind |= {kind: rules.turns(rules.by_kind[kind], units) for kind in (_O, _P, _V)}
             self.rows.append((_P, placement.num_stages - 1))
             self.rows += [(kind, stage) for kind in (_O, _V) for stage in shards]
-        self.turns = [of_kind[kind] for kind, _ in self.rows]
+        if _U in rules.by_kind:
+            self.rows += [(_U, stage) for stage in stages]
+        of_all = {kind: rules.turns(rules.by_kind[kind], units) for kind, _ in self.rows}
+        visits = (rules.visits(rules.by_kind[kind], stage) for kind, stage in self.rows)
+        self.turns = [
+            of_all[kind] if some is None else rules.turns(rules.by_kind[kind], some)
+            for (kind, _), some in zip(self.rows, visits, strict=True)
+        ]
         self.first = [*accumulate(map(len, self.turns), initial=0)]
         self.number = {row: i for i, row in enumerate(self.rows)}
         ends = [self.first[(i + 1) * len(stages)] for i in range(len(kinds))]
@@ -214,7 +222,7 @@ def _rank_of(placement: Placement, stage: int) -> int:
 def _leads(codes: Codes, placement: Placement, rank: int, *, pairs: bool) -> list[tuple[int, int]]:
     """Return the rows of a rank but W, each with the number of its kind in the priorities.
 
-    F of a chunk stands before its B, or before all B; then O, P and V.
+    F of a chunk stands before its B, or before all B; then O, P, V and U.
     """
     held, backward = placement.stages_of[rank], _B if codes.split else _BW
     chunks = len(held)
@@ -223,27 +231,30 @@ def _leads(codes: Codes, placement: Placement, rank: int, *, pairs: bool) -> lis
     if pairs:
         return forwards + backwards
     of_shard = [
-        (row, 2 * chunks + 1 + (_O, _P, _V).index(kind))
+        (row, 2 * chunks + 1 + OTHERS.index(kind))
         for row, (kind, stage) in enumerate(codes.rows)
-        if kind in (_O, _P, _V) and _rank_of(placement, stage) == rank
+        if kind in OTHERS and _rank_of(placement, stage) == rank
     ]
     of_chunks = zip(forwards, backwards, strict=True)
     return [row for of_chunk in of_chunks for row in of_chunk] + of_shard
 
 
 def edges_of(problem: Problem, make: Engine) -> Edges | None:
-    """Return the inputs of the passes of shards as arrays of an engine, None if there are none."""
-    if not problem.rules.shard_ranks:
+    """Return the inputs of passes that have several as arrays of an engine, None without any."""
+    codes, built = problem.codes, _Rows(problem)
+    if codes.total == codes.weights:
         return None
-    codes, found = problem.codes, _Rows(problem).edges()
-    near = {(maker, reader) for maker, reader, _ in found if reader < codes.weights}
+    found = built.edges()
+    rows = [built.row(kind, stage) for kind, stage in codes.rows]
+    cell = [code for row in rows for code in row.cell]
+    main = [code for row in rows for code in row.maker]
     missing = [0] * codes.total
     readers: list[list[tuple[int, float]]] = [[] for _ in missing]
     makers: list[list[tuple[int, float]]] = [[] for _ in missing]
     for maker, reader, lag in found:
-        missing[reader] += 1
+        missing[reader] += 1 if missing[reader] or main[reader] < 0 else 2
         readers[maker].append((reader, lag))
-        if (maker, reader) not in near:  # the order of a rank keeps those of a cell
+        if cell[maker] != cell[reader]:  # the order of a rank keeps those of a cell
             makers[reader].append((maker, lag))
 
     def flat(lists: list[list[tuple[int, float]]]) -> tuple[Any, Any, Any]:
@@ -252,6 +263,12 @@ def edges_of(problem: Problem, make: Engine) -> Edges | None:
         return first, make.integers([at for at, _ in each]), make.floats([lag for _, lag in each])
 
     return Edges(problem.logits, make.integers(missing), *flat(makers), *flat(readers))
+
+
+def _on_route(route: tuple[int, ...], stage: int, step: int) -> int | None:
+    """Return the stage one step further on a route, or back, None at its end."""
+    at = route.index(stage) + step
+    return route[at] if 0 <= at < len(route) else None
 
 
 class _Row(NamedTuple):
@@ -291,6 +308,8 @@ class _Rows:
             return self._forward(stage)
         if kind in (_O, _P, _V):
             return self._of_shard(kind, stage)
+        if kind is _U:
+            return self._update(stage)
         return self._weight(stage) if kind is _W else self._backward(kind, stage)
 
     def of_r(self, stage: int) -> _Row:
@@ -302,6 +321,8 @@ class _Rows:
     def work(self) -> list[float]:
         """Return the seconds of F, B and W of each rank."""
         rows = [self._costs.of(j) for j in self._units]
+        if self._problem.rules.routes is not None:
+            return self._work_on_routes()
         tables = ("forward", "backward", "weight")
         found = [
             sum(getattr(row, table)[s] for row in rows for table in tables for s in stages)
@@ -313,49 +334,43 @@ class _Rows:
                 found[rank] += sum(row.seconds[kind][stage] for row in rows)
         return found
 
+    def _work_on_routes(self) -> list[float]:
+        found = [0.0] * self._problem.placement.pipeline_size
+        for (kind, stage), turns in zip(self._codes.rows, self._codes.turns, strict=True):
+            rank = self._problem.placement.rank_of[stage]
+            found[rank] += sum(self._seconds(kind, stage, unit) for unit in turns)
+        return found
+
     def _forward(self, stage: int) -> _Row:
-        none = [-1] * len(self._units)
-        units = self._of(_F, stage, self._units)
-        onward = (_F, stage + 1) if stage < self._last else (self._backward_kind, stage)
-        reader = self._of(*onward, self._units)
+        turns = self._codes.turns[self._codes.number[_F, stage]]
+        none, own = [-1] * len(turns), self._of(self._backward_kind, stage, turns)
         if stage == self._last and self._problem.rules.shard_ranks:
-            reader = none
+            own = none
         return _Row(
-            cell=units,
+            cell=self._of(_F, stage, turns),
             before=none,
-            maker=self._of(_F, stage - 1, self._units) if stage > 0 else none,
-            reader=reader,
+            maker=self._beside(_F, stage, turns, -1, none),
+            reader=self._beside(_F, stage, turns, 1, own),
             weight=none,
-            seconds=self._priced(self._units, lambda row: row.forward[stage]),
-            latency=self._priced(
-                self._units, lambda row: row.forward_p2p[stage - 1] if stage > 0 else 0.0
-            ),
-            memory=self._priced(self._units, lambda row: row.activation[stage]),
-            flight=self._flight(stage, self._units, 1.0),
-            after=[0.0] * len(units),
+            seconds=self._priced(turns, lambda row: row.forward[stage]),
+            latency=self._latency(_F, stage, turns, -1),
+            memory=self._priced(turns, lambda row: row.activation[stage]),
+            flight=self._flight(stage, turns, 1.0),
+            after=[0.0] * len(turns),
         )
 
     def _backward(self, kind: PassKind, stage: int) -> _Row:
         turns = self._codes.turns[self._codes.number[kind, stage]]
         none, cell = [-1] * len(turns), self._of(_F, stage, turns)
-        if stage < self._last:
-            maker = self._of(kind, stage + 1, turns)
-        else:
-            maker = cell if self._problem.turn else none
         change = self._memory[kind]
         return _Row(
             cell=cell,
             before=cell,
-            maker=maker,
-            reader=self._of(kind, stage - 1, turns) if stage > 0 else none,
+            maker=self._beside(kind, stage, turns, 1, cell if self._problem.turn else none),
+            reader=self._beside(kind, stage, turns, -1, none),
             weight=self._of(_W, stage, turns) if self._codes.split else none,
             seconds=self._priced(turns, lambda row: row.backward[stage]),
-            latency=self._priced(
-                turns,
-                lambda row: (
-                    row.backward_p2p[stage + 1] if stage < self._last else self._problem.turn
-                ),
-            ),
+            latency=self._latency(kind, stage, turns, 1),
             memory=self._priced(turns, lambda row: row.change(change, stage)),
             flight=self._flight(stage, turns, -1.0),
             after=self._priced(turns, lambda row: row.weight[stage]),
@@ -381,7 +396,10 @@ class _Rows:
         )
 
     def edges(self) -> list[tuple[int, int, float]]:
-        """Return the inputs of O, P, V and the last B: maker, reader, seconds of the message."""
+        """Return the inputs of O, P, V and the last B, of U, and of F that wait for a U.
+
+        Each is the maker, the reader, and the seconds of the message.
+        """
         last, stages = self._last, self._last + 1
         end, units = self._problem.placement.rank_of[last], self._units
         found: list[tuple[int, int, float]] = []
@@ -395,8 +413,41 @@ class _Rows:
             join((_F, last), (_O, stages + rank), near=rank == end)
             join((_O, stages + rank), (_P, last), near=rank == end)
             join((_P, last), (_V, stages + rank), near=rank == end)
-        join((_P, last), (self._backward_kind, last), near=True)
-        return found
+        if self._problem.rules.shard_ranks:
+            join((_P, last), (self._backward_kind, last), near=True)
+        return found + [(*edge, 0.0) for edge in self._of_updates()]
+
+    def _of_updates(self) -> Iterator[tuple[int, int]]:
+        """Yield the inputs of U, and of F that wait for one: maker and reader."""
+        rules, codes = self._problem.rules, self._codes
+        done = _W if codes.split else _BW
+        for stage in range(self._last + 1):
+            for unit, last in rules.updates_on(stage):
+                yield codes.of(done, stage, last), codes.of(_U, stage, unit)
+            for unit, update in rules.waits_on(stage):
+                yield codes.of(_U, stage, update), codes.of(_F, stage, unit)
+
+    def _update(self, stage: int) -> _Row:
+        """Return the columns of a row of U."""
+        turns = self._codes.turns[self._codes.number[_U, stage]]
+        none, nothing = [-1] * len(turns), [0.0] * len(turns)
+        return _Row(
+            cell=[self._codes.of(_U, stage, unit) for unit in turns],
+            before=none,
+            maker=none,
+            reader=none,
+            weight=none,
+            seconds=[self._seconds(_U, stage, unit) for unit in turns],
+            latency=nothing,
+            memory=nothing,
+            flight=nothing,
+            after=nothing,
+        )
+
+    def _seconds(self, kind: PassKind, stage: int, unit: int) -> float:
+        """Return the seconds of a pass, 0 for a kind that the costs do not have."""
+        of_stages = self._costs.of(unit).seconds.get(kind)
+        return of_stages[stage] if of_stages else 0.0
 
     def _weight(self, stage: int) -> _Row:
         turns, change = self._codes.turns[self._codes.number[_W, stage]], self._memory[_W]
@@ -413,6 +464,41 @@ class _Rows:
             flight=[0.0] * len(turns),
             after=[0.0] * len(turns),
         )
+
+    def _beside(
+        self,
+        kind: PassKind,
+        stage: int,
+        units: Sequence[int],
+        step: int,
+        at_the_end: Sequence[int],
+    ) -> Sequence[int]:
+        """Return the passes of units on the stage one step further on their route, or back."""
+        routes, other = self._problem.rules.routes, stage + step
+        if routes is None:
+            return self._of(kind, other, units) if 0 <= other <= self._last else at_the_end
+        there = [_on_route(routes[unit], stage, step) for unit in units]
+        each = zip(there, units, at_the_end, strict=True)
+        return [end if at is None else self._codes.of(kind, at, unit) for at, unit, end in each]
+
+    def _latency(
+        self, kind: PassKind, stage: int, units: Sequence[int], step: int
+    ) -> Sequence[float]:
+        """Return the seconds of the messages from the stage one step away on the route of units."""
+        routes, other = self._problem.rules.routes, stage + step
+        ends = self._problem.turn if kind is not _F else 0.0
+        if routes is None:
+            inner = 0 <= other <= self._last
+            return self._priced(units, lambda row: row.latencies[kind][other] if inner else ends)
+        rank_of = self._problem.placement.rank_of
+        found = []
+        for unit in units:
+            at = _on_route(routes[unit], stage, step)
+            if at is None or rank_of[at] == rank_of[stage]:
+                found.append(0.0)
+            else:
+                found.append(self._costs.of(unit).latencies[kind][at])
+        return found
 
     @property
     def _backward_kind(self) -> PassKind:

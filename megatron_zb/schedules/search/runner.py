@@ -23,7 +23,7 @@ from megatron_zb.schedules.search.inner_loops import (
 )
 from megatron_zb.schedules.search.kernels import Engine, available
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
-from megatron_zb.schedules.search.problem import TOLERANCE, Problem, edges_of, graph_of
+from megatron_zb.schedules.search.problem import OTHERS, TOLERANCE, Problem, edges_of, graph_of
 
 Coded = tuple[Any, Any]
 """An order as codes, and flags by code of F: paired, or recomputed; None where there are none."""
@@ -173,7 +173,7 @@ class Runner:
         """Return the scores of single ranks as an array, which most neighbours share."""
         if rank_bias not in self._rank_bias_of:
             width = 2 * self.problem.placement.chunks + 1
-            none = [0.0] * len(_BIAS_OF_SHARDS)
+            none = [0.0] * len(_BIAS_OF_OTHERS)
             scores = [x * self.mean_pass for x in rank_bias]
             each = [[*scores[i : i + width], *none] for i in range(0, len(scores), width)]
             self._rank_bias_of[rank_bias] = self.engine.floats([x for row in each for x in row])
@@ -182,8 +182,8 @@ class Runner:
     def _scores(self, weights: PriorityWeights) -> list[float]:
         unit, slots = self.mean_pass, self._slots[0]
         forced = weights.pending_share * slots if weights.pending_share > 0 else 1e18
-        none = (0.0,) * len(_BIAS_OF_SHARDS)
-        shards = _BIAS_OF_SHARDS.values()
+        none = (0.0,) * len(_BIAS_OF_OTHERS)
+        shards = _BIAS_OF_OTHERS.values()
         rows = (*weights.bias, *shards, *weights.slope, *none, *weights.late, *none)
         return [x * unit for x in rows] + [weights.early, weights.pending * unit, forced]
 
@@ -275,8 +275,9 @@ class Runner:
         )
 
 
-_BIAS_OF_SHARDS = {PassKind.O: -3.0, PassKind.P: -5.0, PassKind.V: 0.6}
-"""Bias of passes of a vocabulary-parallel layer, in mean passes: ranks wait for P and O, not V."""
+_BIAS_OF_OTHERS = {PassKind.O: -3.0, PassKind.P: -5.0, PassKind.V: 0.6, PassKind.U: -5.0}
+"""Bias of :data:`~problem.OTHERS`, in mean passes: others wait for O, P and U, and none for V."""
+assert tuple(_BIAS_OF_OTHERS) == OTHERS
 
 
 def _portion(chunk: int, chunks: int) -> float:
