@@ -43,6 +43,7 @@ ELSEWHERE = {
     r"python benchmarks/pipe_bd": "tests/benchmarks/test_pipe_bd_benchmark.py",
     r"python benchmarks/": "tests/benchmarks/test_benchmarks.py",
     r"python docs/": "tests/docs/test_docs.py",
+    r"scripts/fuzz\.py": "tests/real_megatron_lm/test_rounding.py",
 }
 """Where what is not run here is run: a beginning of commands, and a file."""
 

@@ -417,7 +417,7 @@ def test_the_explorer_of_a_plan_agrees_with_its_table(browser: Browser, tmp_path
     model, path = tmp_path / "model.yaml", tmp_path / "plan.html"
     model.write_text(
         "name: small\nsource: test\nlayers: 8\nhidden_size: 1024\n"
-        "attention_heads: 16\nvocabulary: 32000\nsequence_length: 1024\nglobal_batch_size: 32\n",
+        "attention_heads: 16\nvocabulary: 2000\nsequence_length: 1024\nglobal_batch_size: 32\n",
         encoding="utf-8",
     )
     arguments = ["--gpus", "4", "--pipeline", "4", "--schedules", "zb-h1,1f1b", "--tries", "1"]

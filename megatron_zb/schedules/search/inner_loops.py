@@ -623,13 +623,7 @@ def replay(
     seconds, latency, tail_seconds = graph.seconds, graph.latency, graph.tail_seconds
     end, predecessor, position = space.end, space.predecessor, space.position
     clock, waiting, stack = space.clock, space.waiting, space.stack
-    for code in range(len(end)):
-        end[code] = -1.0
-    for r in range(p):
-        position[r] = place[r]
-        clock[r] = 0.0
-        waiting[r] = -1
-        stack[r] = p - 1 - r
+    begin(graph, space)
     depth = p
     done = 0
     makespan = 0.0
@@ -655,18 +649,14 @@ def replay(
                     start = end[need] + latency[code]
                     reason = need
             if edges is not None:
-                missing = -1
-                for k in range(edges.in_first[code], edges.in_first[code + 1]):
-                    need = edges.in_node[k]
+                need, arrival = last_of(edges, end, code)
+                if need >= 0:
                     if end[need] < 0.0:
-                        missing = need
+                        waiting[r] = need
                         break
-                    if end[need] + edges.in_lag[k] > start:
-                        start = end[need] + edges.in_lag[k]
+                    if arrival > start:
+                        start = arrival
                         reason = need
-                if missing >= 0:
-                    waiting[r] = missing
-                    break
             other = -1
             if pair_costs is not None:
                 if is_paired(graph, code, flags):  # a pair waits for the inputs of both
@@ -711,15 +701,47 @@ def replay(
                         stack[depth] = q
                         depth += 1
                 if edges is not None:
-                    for k in range(edges.out_first[code], edges.out_first[code + 1]):
-                        q = rank_of[edges.out_node[k]]
-                        if q != r and waiting[q] == code:
-                            waiting[q] = -1
-                            stack[depth] = q
-                            depth += 1
+                    depth = wake(graph, edges, space, code, r, depth)
                 code, other = other, -1
         position[r] = i
     return done, makespan, sum_of_ends, final
+
+
+def begin(graph: Graph, space: ReplaySpace) -> None:
+    """Prepare the space for a replay: no pass has run, and every rank is on the stack."""
+    for code in range(len(space.end)):
+        space.end[code] = -1.0
+    for r in range(graph.pipeline_size):
+        space.position[r] = graph.place[r]
+        space.clock[r] = 0.0
+        space.waiting[r] = -1
+        space.stack[r] = graph.pipeline_size - 1 - r
+
+
+def last_of(edges: Edges, end: Any, code: int) -> tuple[int, float]:
+    """Return the last input of a pass to arrive, and when; one that was not made comes first.
+
+    The input is -1 if the pass has none along edges.
+    """
+    last, latest = -1, -1.0
+    for k in range(edges.in_first[code], edges.in_first[code + 1]):
+        need = edges.in_node[k]
+        if end[need] < 0.0:
+            return need, latest
+        if end[need] + edges.in_lag[k] > latest:
+            last, latest = need, end[need] + edges.in_lag[k]
+    return last, latest
+
+
+def wake(graph: Graph, edges: Edges, space: ReplaySpace, code: int, r: int, depth: int) -> int:
+    """Put the ranks that wait for a pass along edges onto the stack; return its depth."""
+    for k in range(edges.out_first[code], edges.out_first[code + 1]):
+        q = graph.rank[edges.out_node[k]]
+        if q != r and space.waiting[q] == code:
+            space.waiting[q] = -1
+            space.stack[depth] = q
+            depth += 1
+    return depth
 
 
 def fits(
