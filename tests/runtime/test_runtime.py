@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from ranks import RankPools
-from toy_layers import Layer, _input, empty_message, layers_of_a_rank
+from toy_layers import Layer, empty_message, layers_of_a_rank, toy_input
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -171,7 +171,7 @@ def check_gradients(ranks: RankPools, name: str, num_microbatches: int) -> None:
     queue = WeightGradQueue()
     layers = [Layer(stage, queue) for stage in range(len(gradients))]
     for microbatch in range(num_microbatches):
-        x = _input(microbatch).requires_grad_()
+        x = toy_input(microbatch).requires_grad_()
         for layer in layers:
             x = layer(x)
         x.square().sum().backward()
