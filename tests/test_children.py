@@ -22,7 +22,7 @@ def busy(item):
 
 if __name__ == "__main__":
     with workers(3, after=0.0) as each:
-        list(each(busy, range(3)))
+        list(each(busy, range(4)))  # of which a pool of two takes three at once, and starts two
 """
 
 STARTING = """

@@ -78,6 +78,8 @@ def search(
         for weights in _climb(runner, presets, runs, good_enough, seed + climb):
             runner.makespan(weights)
             starts.append(runner.copied())
+    if not starts:
+        raise RuntimeError("the list scheduler got stuck; its quotas are wrong")
     moves = effort.moves // (2 * len(starts))
     for number, order in enumerate(starts):
         if best[0] > good_enough:
@@ -107,8 +109,6 @@ def _climb(
         lambda weights: weights.changed(rng, chunks, p),
         Climb(rng, runs - runner.runs, good_enough, favour=0.7),
     )
-    if pool[0][0] >= INFINITY:
-        raise RuntimeError("the list scheduler got stuck; its quotas are wrong")
     return [weights for makespan, weights in pool[:_KEPT] if makespan < INFINITY]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.search.inner_loops import (
     INFINITY,
     GreedySpace,
@@ -275,9 +275,8 @@ class Runner:
         )
 
 
-_BIAS_OF_OTHERS = {PassKind.O: -3.0, PassKind.P: -5.0, PassKind.V: 0.6, PassKind.U: -5.0}
-"""Bias of :data:`~problem.OTHERS`, in mean passes: others wait for O, P and U, and none for V."""
-assert tuple(_BIAS_OF_OTHERS) == OTHERS
+_BIAS_OF_OTHERS = dict(zip(OTHERS, (-3.0, -5.0, 0.6, -5.0), strict=True))
+"""Bias of O, P, V and U, in mean passes: other passes wait for O, P and U, and none for V."""
 
 
 def _portion(chunk: int, chunks: int) -> float:
