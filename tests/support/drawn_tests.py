@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-ONE_OF = {"slow": 12, "full": 100}
+ONE_OF = {"slow": 20, "full": 100}
 """Of how many tests with this mark one is drawn."""
 
 
