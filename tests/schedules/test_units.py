@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from ranks import RankPools
-from toy_layers import Layer, empty_message, toy_input
+from toy_layers import Layer, empty_message, layers_of_a_rank, toy_input
 
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.autograd_stage import AutogradStage, WeightGradQueue
@@ -157,31 +157,10 @@ def test_units_without_columns_are_refused() -> None:
 # --- on ranks
 
 
-def _layers(schedule: Schedule) -> tuple[dict[int, Layer], dict[int, AutogradStage]]:
-    """Layers of this rank's stages; those at the end of a route have a loss."""
-    rules = schedule.rules
-    assert isinstance(rules, UnitRules)
-    ends = {route[-1] for route in rules.columns.route}
-    layers, stages = {}, {}
-    for stage in schedule.placement.stages_of[torch.distributed.get_rank()]:
-        queue = WeightGradQueue()
-        layer = layers[stage] = Layer(stage, queue)
-        is_last = stage in ends
-
-        def compute(
-            unit: int, x: torch.Tensor | None, layer: Layer = layer, last: bool = is_last
-        ) -> torch.Tensor:
-            y = layer(toy_input(unit).requires_grad_() if x is None else x)
-            return y.square().sum() if last else y
-
-        stages[stage] = AutogradStage(compute, queue, is_last=is_last)
-    return layers, stages
-
-
 def run_both_ways() -> dict[int, torch.Tensor]:
     schedule = schedule_of(BOTH_WAYS, DIRECTIONS, *TWO)
     channels = Channels([0, 1], schedule.placement, "cpu")
-    layers, stages = _layers(schedule)
+    layers, stages = layers_of_a_rank(schedule.placement, {way[-1] for way in DIRECTIONS.route})
     rank = torch.distributed.get_rank()
     run_program(lower(schedule), rank, stages, channels, empty_message)
     channels.close()
@@ -207,7 +186,7 @@ def run_stream() -> dict[int, tuple[torch.Tensor, list[int]]]:
     """Run owners one after the other, each with an update of gradient descent when it is done."""
     schedule = schedule_of(looped(2), OWNERS, *STREAM)
     channels = Channels([0, 1], schedule.placement, "cpu")
-    layers, stages = _layers(schedule)
+    layers, stages = layers_of_a_rank(schedule.placement)
     updated: list[int] = []
 
     def update(stage: AutogradStage, unit: int) -> None:

@@ -23,6 +23,7 @@ from joined import EXPERTS, joined
 from rank_process import Kind
 from ranks import RankFailure, RankPool
 from recompute_offload import with_recompute_offload
+from te_models import OPTIONS_OF_LATENT
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -99,17 +100,6 @@ CASES = {
     ),
 }
 
-_WITHOUT_BIAS = (("add_bias_linear", False),)
-_LATENT_OF_TE = (
-    ("multi_latent_attention", True),
-    ("q_lora_rank", 32),
-    ("kv_lora_rank", 32),
-    ("qk_head_dim", 32),
-    ("qk_pos_emb_head_dim", 32),
-    ("v_head_dim", 64),
-    ("kv_channels", 64),
-    ("rope_type", "rope"),
-)
 _GROUPED = {**EXPERTS, "moe_grouped_gemm": True}
 
 
@@ -120,7 +110,7 @@ def _in_fp8(recipe: str, *options: tuple[str, Any]) -> GPTCase:
 
 CASES_OF_TE = {
     "dense": GPTCase(fused_accumulation=True),
-    "latent attention": GPTCase(rotary=True, options=(*_LATENT_OF_TE, *_WITHOUT_BIAS)),
+    "latent attention": GPTCase(rotary=True, options=OPTIONS_OF_LATENT),
     "grouped experts": GPTCase(options=tuple(_GROUPED.items())),
     "fp8 delayed": _in_fp8("delayed"),
     "fp8 tensorwise": _in_fp8("tensorwise"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -50,14 +51,17 @@ def toy_input(microbatch: int) -> torch.Tensor:
     return torch.randn(3, 4, generator=generator, dtype=torch.float64)
 
 
-def layers_of_a_rank(placement: Placement) -> tuple[dict[int, Layer], dict[int, AutogradStage]]:
-    """One layer for every stage of this rank, the last one with a loss."""
+def layers_of_a_rank(
+    placement: Placement, ends: Collection[int] = ()
+) -> tuple[dict[int, Layer], dict[int, AutogradStage]]:
+    """One layer for every stage of this rank; those of ``ends``, or the last one, have a loss."""
+    ends = ends or (placement.num_stages - 1,)
     layers: dict[int, Layer] = {}
     stages = {}
     for stage in placement.stages_of[torch.distributed.get_rank()]:
         queue = WeightGradQueue()
         layer = layers[stage] = Layer(stage, queue)
-        is_last = stage == placement.num_stages - 1
+        is_last = stage in ends
 
         def compute(
             microbatch: int, x: torch.Tensor | None, layer: Layer = layer, last: bool = is_last
