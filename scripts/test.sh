@@ -28,9 +28,9 @@ options:
                      branch: with the newest Python, and the checkout's megatron.core in place of the installed one
   --tests-only       no ruff, mypy or codespell
   --full             every combination of schedules, models and ranks, and larger sizes; without it each thing
-                     is tried in a few, of the slow ones by a twelfth that the commit draws; the end says how
+                     is tried in a few, of the slow ones by a part that the commit draws; the end says how
                      many were not
-  --draw SEED        another twelfth of the slow tests, by any text, or all of them (all)
+  --draw SEED        another part of the slow tests, by any text, or all of them (all)
   --faults           all faults that a job may suffer (about 30 minutes), and nothing else; what was seen is
                      written to faults.jsonl
   --trainers         the training steps of Megatron-Bridge, verl and ms-swift, in .venv-trainers with Python 3.12, and

@@ -145,7 +145,7 @@ def keys_and_values(load: Workload) -> float:
     Context-parallel ranks have those of the whole sample.
     """
     tokens = load.strategy.context * load.tokens
-    return 2 * tokens * load.model.attention.kept / load.strategy.tensor
+    return 2 * tokens * load.model.attention.kept_by_rank(load.strategy.tensor)
 
 
 def logits(load: Workload) -> float:

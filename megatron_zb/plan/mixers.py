@@ -42,6 +42,8 @@ class Mixer:
             are projected from if it is narrow.
         attended: input of the output projection.
         divided: numbers that tensor-parallel ranks divide among one another.
+        shared: a number that they divide too, or where it is smaller, that divides theirs: then
+            several of them have the same. Groups of keys and values; 0 for none.
         flags: words of Megatron-LM's command line for it.
         kept: keys and values, as the products with the scores read them.
         score_width: sizes of a head in both products with the scores: a query, and a value.
@@ -57,6 +59,7 @@ class Mixer:
     projected: int
     attended: int
     divided: tuple[int, ...]
+    shared: int = 0
     flags: tuple[str, ...] = ()
     kept: int = 0
     score_width: int = 0
@@ -65,6 +68,15 @@ class Mixer:
     scan_bytes: float = 0.0
     scan_kept: int = 0
     scan_kernels: tuple[int, int] = (0, 0)
+
+    def is_cut_by(self, tensor: int) -> bool:
+        """Return whether Megatron can cut it for so many tensor-parallel ranks."""
+        shares = self.shared % tensor == 0 or tensor % self.shared == 0
+        return shares and not any(size % tensor for size in self.divided)
+
+    def kept_by_rank(self, tensor: int) -> float:
+        """Return the keys and values that one of ``tensor`` ranks keeps, in elements."""
+        return self.kept / (min(tensor, self.shared) if self.shared else tensor)
 
 
 GROUPED = "grouped attention"
@@ -86,7 +98,8 @@ def grouped_attention(
         projected=(heads + 2 * groups) * head + gates,
         attended=heads * head,
         score_width=2 * head,
-        divided=(heads, groups),
+        divided=(heads,),
+        shared=groups,
         flags=(*(() if groups == heads else words), *(("--attention-output-gate",) * gated)),
     )
 

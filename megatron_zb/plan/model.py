@@ -430,19 +430,18 @@ class ModelConfig(Section):
         sizes = self.hidden_size, self.attention_heads, self.groups, self.head
         return grouped_attention(*sizes, gated=self.attention_output_gate)
 
-    @property
-    def divided(self) -> tuple[int, ...]:
-        """Numbers that tensor-parallel ranks divide among one another."""
-        out = [self.vocabulary]
-        if not self.kinds or mixers.MLP in self.kinds:
-            out.append(self.ffn)
+    def is_cut_by(self, tensor: int) -> bool:
+        """Return whether Megatron can cut the layers and the vocabulary for so many ranks."""
+        has_mlp = not self.kinds or mixers.MLP in self.kinds
+        sizes = [self.vocabulary, *([self.ffn] if has_mlp else [])]
+        found: list[Mixer] = []
         if not self.kinds or mixers.ATTENTION in self.kinds:
-            out += self.attention.divided
+            found.append(self.attention)
         if mixers.MAMBA in self.kinds:
-            out += self.mamba_mixer.divided
+            found.append(self.mamba_mixer)
         if mixers.DELTA in self.kinds:
-            out += self.delta_mixer.divided
-        return tuple(out)
+            found.append(self.delta_mixer)
+        return not any(size % tensor for size in sizes) and all(m.is_cut_by(tensor) for m in found)
 
     @property
     def mamba_mixer(self) -> Mixer:

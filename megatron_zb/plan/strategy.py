@@ -211,7 +211,7 @@ def _tensor(
     return tuple(
         t
         for t in (asked or _divisors(device.node.gpus))
-        if gpus % t == 0 and t <= device.node.gpus and not any(size % t for size in model.divided)
+        if gpus % t == 0 and t <= device.node.gpus and model.is_cut_by(t)
     )
 
 

@@ -215,7 +215,7 @@ class Workload:
     @property
     def _keys_and_values(self) -> float:
         """Elements of the keys and values of a microbatch in one layer on this rank."""
-        return self.tokens * self.model.attention.kept / self.strategy.tensor
+        return self.tokens * self.model.attention.kept_by_rank(self.strategy.tensor)
 
     def _gathered(self) -> PassSeconds:
         """Return the work of gathering keys and values of every slice, and scattering gradients.

@@ -62,6 +62,20 @@ def load(model: ModelConfig, on: DeviceConfig | None = None, **changes: Any) -> 
     return Workload(model, on or gapless(), strategy, model.sequence_length)
 
 
+# --- tensor parallelism --------------------------------------------------------------------------
+
+
+def test_ranks_share_keys_and_values_where_there_are_fewer_groups_than_ranks() -> None:
+    """Megatron asks for a multiple or a divisor of the ranks: each rank has a group at least."""
+    model = dense(query_groups=2)
+    choices = Choices(tensor=(1, 2, 4, 8), pipeline=(2,), context=(1,))
+    assert {s.tensor for s in strategies(model, device(), 16, 64, choices)} == {1, 2, 4, 8}
+    three = dense(query_groups=3, attention_heads=24, hidden_size=3072)
+    assert {s.tensor for s in strategies(three, device(), 16, 64, choices)} == {1}
+    whole, *shared = (byte_counts.keys_and_values(load(model, tensor=t)) for t in (1, 2, 4, 8))
+    assert shared == [whole / 2] * 3
+
+
 # --- context parallelism -------------------------------------------------------------------------
 
 

@@ -6,12 +6,14 @@ is; looking for a fast one takes seconds. With --full every search takes its who
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 
+from megatron_zb.plan import workers
 from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import hill_climbing, kernels, place_vocabulary, placement_search
@@ -34,6 +36,8 @@ def briefly() -> Iterator[None]:
             patch.setattr(hill_climbing, "engine", lambda passes: kernels.engine(float("inf")))
             for module in (placement_search, place_vocabulary):
                 patch.setattr(module, "search_pairs", brief_search_of_pairs)
+            # a planner's other processes would search at length, once it has taken a while
+            patch.setattr(workers, "AFTER", math.inf)
         yield
 
 

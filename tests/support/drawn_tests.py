@@ -1,8 +1,8 @@
 """Which slow tests a whole run tries: those that a seed draws, another part for every commit.
 
 Comparisons of trainings take seconds each, and all of them together half an hour on two cores. A
-run that is given a seed tries one in eight of them, and a few of the combinations marked full,
-which no ordinary run tries. Several commits try what one leaves out; --full leaves out nothing.
+run that is given a seed tries a few of them, and fewer of the combinations marked full, which no
+ordinary run tries. Several commits try what one leaves out; --full leaves out nothing.
 """
 
 from __future__ import annotations
