@@ -194,8 +194,8 @@ def _run(words: Sequence[str], where: Surrounding) -> tuple[int, str, str]:
     names = ("PATH", "HOME", "PYTHONPATH", "LANG")
     kept = {name: os.environ[name] for name in names if name in os.environ}
     # a Python older than 3.13 would leave a part of a compiled module on a disk that is nearly full
-    ours = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment = {**kept, **ours, **where.environment}
+    plain = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**kept, **plain, **where.environment}
     output: int = subprocess.PIPE
     reader: int | None = None
     if where.columns is not None:
