@@ -300,6 +300,14 @@ class PipelineAdapter:
         default = 0.9 * 60 * distributed_timeout_minutes
         self._add(WatchPart((default if seconds is None else seconds) or None))
 
+    def abandon(self) -> None:
+        """Stop the threads of a run whose process groups are gone; waits for nothing.
+
+        As with an in-process restart, which begins again with another adapter.
+        """
+        for part in self._parts.in_order():
+            part.abandon()
+
     def create_graphs(self, helper: Any, capture: Callable[[Any], None] | None = None) -> None:
         """Capture Transformer-Engine's CUDA graphs in the order of the schedule.
 

@@ -138,6 +138,10 @@ class WatchPart(StepPart):
             self._watchdog.stop()
         self._watchdog, self._is_watching = None, False
 
+    def abandon(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.begin_to_stop()
+
 
 def group_options(
     config_path: str | None = None, high_priority_groups: Sequence[str] = ()

@@ -217,6 +217,9 @@ class StepPart:
     def close(self) -> None:
         """Release process groups and threads, collectively; the next step creates new ones."""
 
+    def abandon(self) -> None:
+        """Stop threads without the other ranks, where no step follows; waits for nothing."""
+
 
 def device() -> Any:
     """Return the device on which Megatron creates its tensors."""

@@ -22,6 +22,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch.distributed import PrefixStore, Store
+
 from megatron_zb.errors import UsageError, end_with
 from megatron_zb.job import data_contents, settings
 from megatron_zb.job.agreement import Rendezvous
@@ -389,6 +391,8 @@ class _Hooks:
         self._flags: frozenset[str] | None = None
         self._new: dict[str, Any] = {}
         self._post_validation = PostValidationHooks()
+        self._store: Store | None = None
+        """Where the ranks meet after an in-process restart."""
 
     def install(self) -> None:
         from megatron.core import parallel_state
@@ -467,13 +471,34 @@ class _Hooks:
 
     def _pretrain(self, original: Any, *args: Any, **keywords: Any) -> Any:
         """Run Megatron-LM's pretrain; at its end, say which requested profile is missing."""
+        given = signature(original).bind(*args, **keywords).arguments
+        restart = given.get("inprocess_call_wrapper")
+        self._begin(None if restart is None else restart.iteration, given.get("store"))
         try:
             result = read_for_stages(original, *args, **keywords)
         except SystemExit:  # as at an interval after which the run ends
             self._say_what_is_missing()
             raise
+        except BaseException:  # of another rank, too, where the process begins again
+            if restart is not None and self._run is not None:
+                self._run.adapter.abandon()
+            raise
         self._say_what_is_missing()
         return result
+
+    def _begin(self, restarts: int | None, store: Any) -> None:
+        """Forget the run that an in-process restart has ended; the next one meets apart from it.
+
+        Args:
+            restarts: how often ``pretrain`` has been called before; None without
+                ``--inprocess-restart``.
+            store: of the job, which stands through all restarts.
+        """
+        self._run, self._shared_build = None, None
+        self._post_validation.forget()
+        self._store = None
+        if restarts is not None:
+            self._store = PrefixStore(f"megatron_zb/restart/{restarts}", store)
 
     def _say_what_is_missing(self) -> None:
         line = None if self._run is None else self._run.adapter.missing_profile()
@@ -502,7 +527,7 @@ class _Hooks:
         """Let the ranks agree on the arguments, before anything that hangs where they disagree."""
         seconds = 60 * args.distributed_timeout_minutes
         end = partial(end_with, rank=args.rank)
-        rendezvous = Rendezvous(args.rank, args.world_size, seconds, end=end)
+        rendezvous = Rendezvous(args.rank, args.world_size, seconds, end=end, store=self._store)
         values = fingerprint.of_arguments(args, self._flags)
         validate = partial(original, args, *rest, **defaults)
         if settings.chosen_flag(args) is None:

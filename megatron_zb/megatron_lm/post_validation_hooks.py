@@ -75,6 +75,10 @@ class PostValidationHooks:
         self._adapter = adapter
         self._on_host = args.post_validation_snapshot == "host"
 
+    def forget(self) -> None:
+        """Validate nothing until it is enabled again."""
+        self._adapter = self._loop = None
+
     def install(self) -> None:
         from megatron.core import num_microbatches_calculator
         from megatron.training import training

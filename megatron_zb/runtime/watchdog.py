@@ -332,10 +332,14 @@ class Watchdog:
 
     def stop(self) -> None:
         """Stop watching, and let the others know that this rank will not answer."""
-        atexit.unregister(self.stop)
-        self._stopped.set()
+        self.begin_to_stop()
         for thread in self._threads:
             thread.join(self._patience)  # longer only where the store does not answer
+
+    def begin_to_stop(self) -> None:
+        """Let the threads end; wait for neither."""
+        atexit.unregister(self.stop)
+        self._stopped.set()
 
     def _watch(self) -> None:
         with suppress(Exception):

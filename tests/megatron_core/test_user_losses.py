@@ -44,6 +44,10 @@ WAYS = {
     "lengths": (LENGTHS, LENGTHS, 1e-6),
 }
 """Our case, Megatron's, and the most by which results may differ, in units of the largest."""
+TRIED = [
+    pytest.param(way, marks=[pytest.mark.slow] * (way == "slices and vocabulary")) for way in WAYS
+]
+"""With both, what either refuses is refused, and it is tried by turns."""
 NAMES = ("zb-h1", "v-half", "v-zb", "interleaved")
 EVERY = [*LOSSES, *METRICS, *OTHER_STEPS]
 
@@ -69,7 +73,7 @@ REFUSED: dict[tuple[str, str], str] = {
 
 
 @pytest.mark.parametrize(("what", "name"), every_value(EVERY, NAMES))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TRIED)
 def test_a_loss_or_a_metric_is_megatrons_or_refused(
     ranks: RankPools, what: str, way: str, name: str
 ) -> None:
