@@ -314,7 +314,8 @@ def item(name: str, text: str) -> list[str]:
 def refused_flags() -> Iterator[tuple[str, str, str, str]]:
     """Flags, what each cannot be combined with, its further conditions, and why."""
     for row in refusals.rows():
-        version = f"Megatron-LM {_text(row.until)}" if row.until else ""
+        bounded = [each for each in (row.since, row.until) if (0, 0) < each < (99, 0)]
+        version = f"Megatron-LM {_text(bounded[0])}" if bounded else ""
         only = "" if version in row.why else f" ({version})"
         others = " or ".join(f"`{refusals.said_flag(name)}`" for name in row.if_any)
         if refusals.START not in row.stage or row.says or ("graphs" in row.when and row.if_any):

@@ -192,7 +192,8 @@ class RefusalRow:
     says: str = ""
     if_any: Tests = field(default_factory=dict)
     unless: Tests = field(default_factory=dict)
-    until: tuple[int, int] | None = None
+    since: tuple[int, int] = (0, 0)
+    until: tuple[int, int] = (99, 0)
     stage: tuple[str, ...] = (START,)
 
     def subjects(self, asked: Asked) -> Iterator[str]:
@@ -202,7 +203,7 @@ class RefusalRow:
             return
         if any(passing(self.unless, asked)):
             return
-        if self.until is None or (asked.series or versions.core_series()) <= self.until:
+        if self.since <= (asked.series or versions.core_series()) <= self.until:
             yield from found
 
 
@@ -227,8 +228,9 @@ def _row(given: dict[str, Any]) -> RefusalRow:
     for name in ("when", "if_any", "unless"):
         if isinstance(given.get(name), str):
             fields[name] = {each: {"given": True} for each in given[name].split()}
-    if "until" in given:
-        fields["until"] = getattr(versions, given["until"])
+    for name in ("since", "until"):
+        if name in given:
+            fields[name] = getattr(versions, given[name])
     if "stage" in given:
         fields["stage"] = tuple(given["stage"].split())
     return RefusalRow(**fields)

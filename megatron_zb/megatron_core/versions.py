@@ -208,6 +208,10 @@ def message_width(config: Any) -> int:
     return width * getattr(config, streams[0]) if streams else width
 
 
+# From this series on, a script parses its arguments before the part that --inprocess-restart runs
+# again, which finds none the second time.
+WITHOUT_RESTARTS = (0, 18)
+
 # In this series, --sft gives the ends of samples to the first and the last stage alone.
 WITHOUT_SAMPLE_ENDS = (0, 16)
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job import settings
@@ -26,7 +27,10 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     asked: list[tuple[str, ...]] = []
 
     class Rendezvous:
-        def __init__(self, rank: int, world_size: int, seconds: float, *, end: Any) -> None:
+        def __init__(
+            self, rank: int, world_size: int, seconds: float, *, end: Any, store: Any
+        ) -> None:
+            assert store is None, "no restart has left one"
             asked.append(("made", str(rank), str(world_size), str(seconds)))
 
         def agree(self, where: str, values: Any, failure: Exception | None) -> bool:
@@ -82,3 +86,45 @@ def test_with_a_schedule_the_ranks_agree_before_and_after_megatron_validates(
     assert run.data == getattr(args, hooks.data_contents.RECORD) == "contents"
     assert run.not_agreed is None
     assert "the schedule" in capsys.readouterr().out
+
+
+class Abandoned:
+    """A run whose adapter only counts how often it is abandoned."""
+
+    def __init__(self) -> None:
+        self.adapter = self
+        self.times = 0
+
+    def abandon(self) -> None:
+        self.times += 1
+
+
+def test_a_restart_in_the_process_forgets_the_run_and_meets_apart_from_it() -> None:
+    given, job, failed = hooks._Hooks(), HashStore(), Abandoned()
+
+    def datasets(samples: Any, vp_stage: int | None = None) -> None: ...
+
+    def pretrain(
+        train_valid_test_dataset_provider: Any,
+        fails: bool,
+        store: Any = None,
+        inprocess_call_wrapper: Any = None,
+    ) -> Any:
+        assert given._store is not None
+        given._store.set("verdict", str(inprocess_call_wrapper.iteration))
+        given._run = failed if fails else None  # type: ignore[assignment]
+        if fails:
+            raise KeyboardInterrupt  # no Exception, as what interrupts the other ranks
+        return given._store.get("verdict")
+
+    def call(iteration: int) -> Any:
+        again = SimpleNamespace(iteration=iteration)
+        fails = iteration == 0
+        return given._pretrain(pretrain, datasets, fails, store=job, inprocess_call_wrapper=again)
+
+    with pytest.raises(KeyboardInterrupt):
+        call(0)
+    assert failed.times == 1
+    assert call(1) == b"1"
+    assert failed.times == 1
+    assert job.get("megatron_zb/restart/0/verdict") == b"0"

@@ -129,8 +129,10 @@ def test_every_row_names_both_sides_and_the_reason(
         without.append({**only, **subject, **NOT.get(condition, {})})
     if row.if_any:
         without.append({**held, **subject})
-    if row.until is not None:
+    if row.until < (99, 0):
         without.append({**only, **held, **subject, "series": (9, 9)})
+    if row.since > (0, 0):
+        without.append({**only, **held, **subject, "series": (0, 1)})
     for unless, test in row.unless.items():
         without.append({**held, **subject, **passing(unless, test)})
     for given in without:
@@ -155,6 +157,14 @@ def test_auto_is_refused_before_it_searches() -> None:
         args = parsed("--pipeline-schedule auto", **sizes, **given)
         with pytest.raises(UsageError, match="cannot be combined with"):
             adapter_of(args, build, series=(0, 16))
+
+
+def test_a_restart_in_the_process_is_refused_where_the_arguments_are_parsed_once() -> None:
+    args = parsed("--pipeline-schedule zb-h1", inprocess_restart=True)
+    for series, sentences in (((0, 16), 0), ((0, 17), 0), ((0, 18), 1), ((0, 20), 1)):
+        asked = replace(asked_of(args), series=series)
+        said = [each for each in found(asked, refusals.START) if "--inprocess-restart" in each]
+        assert len(said) == sentences
 
 
 def test_packed_samples_are_served_where_every_stage_hears_of_them(

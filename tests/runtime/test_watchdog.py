@@ -251,6 +251,19 @@ def test_a_new_wait_is_said_again() -> None:
     assert len(job.said()) == 2
 
 
+def test_a_watchdog_ends_without_anybody_waiting_for_it() -> None:
+    """As where a process begins again: the next step has another one, on another store."""
+    lines = list[str]()
+    dog = Watchdog(RankProgress(), WatchedRank(0, (0,)), HashStore(), 0.2, tell=lines.append)
+    began = time.monotonic()
+    dog.begin_to_stop()
+    assert time.monotonic() - began < 0.2
+    for thread in dog._threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in dog._threads)
+    assert not lines
+
+
 def test_a_wait_that_begins_before_an_answer_is_not_the_one_that_was_asked_about() -> None:
     progress, store, lines = RankProgress(), HashStore(), list[str]()
     everyone = (FIRST, FIRST + 1)
