@@ -74,20 +74,21 @@ def layer_held(load: Workload, index: int) -> ActivationBytes:
     scores = _scores(model, index, load.sequence)
     needed: float = 4 * hidden + sum(one.needed for one in operators)
     masks = hidden if model.dropout else 0
-    stored = needed + masks + sum(one.kept for one in operators) + scores
+    streams = 2 * model.residual_streams * hidden if model.residual_streams > 1 else 0
+    stored = needed + masks + streams + sum(one.kept for one in operators) + scores
     share = load.tokens / load.strategy.tensor
     gathered = 0.0
     if load.strategy.gathers and model.attends(index):
         stored += 2 * model.attention.attended  # of both runs, and of these put together
         gathered = keys_and_values(load) * (1 - 1 / load.strategy.context)  # from other ranks
     # What sequence parallelism would share out weighs more without it.
-    everything = stored + (load.kept_tokens / share - 1) * (4 * hidden + masks)
+    everything = stored + (load.kept_tokens / share - 1) * (4 * hidden + masks + streams)
     if load.strategy.precision != "bf16":
         everything -= hidden + sum(one.inputs + one.sent for one in operators)
         needed /= 2
     for_weight = 0.0 if load.frozen else needed * share
     if load.strategy.recompute == "full":
-        kept = 2 * load.model.hidden_size * load.kept_tokens
+        kept = 2 * load.model.message_width * load.kept_tokens
         if load.strategy.slices > 1 and model.attends(index):  # slices behind it read them
             kept += keys_and_values(load)
         return ActivationBytes(kept, for_weight, everything * share)

@@ -247,6 +247,9 @@ class ModelConfig(Section):
     prediction_loss_scale: float = Field(
         0.1, ge=0, lt=1e6, description="weight of their loss", examples=[0.3]
     )
+    residual_streams: int = Field(
+        1, ge=1, le=64, description="residual streams of hyper-connections", examples=[4]
+    )
     encoder: Encoder | None = Field(None, description="vision encoder on the first stage")
     _pattern: str | None = PrivateAttr(None)
 
@@ -379,6 +382,11 @@ class ModelConfig(Section):
     def parts(self) -> int:
         """Parts of a layer, each with a norm before it and a sum behind it."""
         return 1 if self.kinds else 2
+
+    @property
+    def message_width(self) -> int:
+        """Elements of a token between two stages: all residual streams."""
+        return self.residual_streams * self.hidden_size
 
     def mixer_in(self, layer: int) -> Mixer | None:
         """Return what mixes the tokens in a layer, None if nothing does."""

@@ -57,6 +57,9 @@ def model_flags(model: ModelConfig) -> list[str]:
     if model.prediction_layers:
         words += ["--mtp-num-layers", str(model.prediction_layers)]
         words += ["--mtp-loss-scaling-factor", _number(model.prediction_loss_scale)]
+    if model.residual_streams > 1:
+        words += ["--enable-mhc-connections"]
+        words += ["--mhc-num-residual-streams", str(model.residual_streams)]
     return words
 
 
@@ -248,6 +251,7 @@ _FLAGS = {
     "value_head_dim": "--v-head-dim",
     "prediction_layers": "--mtp-num-layers",
     "prediction_loss_scale": "--mtp-loss-scaling-factor",
+    "residual_streams": "--mhc-num-residual-streams",
 }
 # A field's name: with an underscore or a dot anywhere, else only where it stands as one.
 _FIELD = re.compile(
@@ -308,7 +312,13 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "latent_attention": _latent(args) if args.multi_latent_attention else None,
         "prediction_layers": _depths(args),
         "prediction_loss_scale": args.mtp_loss_scaling_factor,
+        "residual_streams": _streams(args),
     }
+
+
+def _streams(args: argparse.Namespace) -> int:
+    has_several: bool = getattr(args, "enable_mhc_connections", False)  # newer than 0.19
+    return int(args.mhc_num_residual_streams) if has_several else 1
 
 
 def _either(args: argparse.Namespace, *names: str) -> Any:

@@ -52,6 +52,7 @@ _RANDOM = 6
 # Kernels in F and in B of Megatron's layers with fused softmax, bias-dropout-add and bias-GELU; a
 # product with weights is one more in F, B and W.
 _NORMS_AND_THE_LIKE = (4, 7)  # of each part
+_STREAMS = (7, 14)  # of hyper-connections around each part
 _SCORES_STORED = (4, 6)  # two products and four, softmax, dropout
 _SCORES_AGAIN = (1, 1)
 _PRODUCTS = 2  # of each part: into attention and out of it, into the MLP and out of it
@@ -66,6 +67,19 @@ _COPIED, _ADDED = 4, 2 + 4 + 3 * 4
 _GATHERED, _SCATTERED = 6, 12
 _RUNS = (7, 8)  # more kernels in F and B
 _SUMMED = 2 * 4  # of a weight's gradient, read and written
+
+
+def _elements_of_streams(streams: int) -> int:
+    """Count what the hyper-connections of a part read and write in F, beyond one stream's sum.
+
+    For an element of the hidden state, in Megatron's ``HyperConnectionModule``: the streams are
+    read for their norm, for the product of the mappings, for the input of the part, which is
+    written, and for the mixed streams, which are written, too. The output of the part is read and
+    spread over the streams, and two sets of streams are read to write their sum. B reads and writes
+    twice as much. The products themselves are too small to count.
+    """
+    read, written = 6 * streams + 1, 3 * streams + 1
+    return read + written - (2 + 1)
 
 
 @dataclass(frozen=True)
@@ -304,7 +318,7 @@ class Workload:
 
     def _message(self) -> float:
         """Return the bytes of a microbatch between pipeline ranks, for each tensor rank."""
-        return 2 * self.tokens * self.model.hidden_size / self.strategy.tensor
+        return 2 * self.tokens * self.model.message_width / self.strategy.tensor
 
     def latency(self, in_node: bool, *, together: int = 1) -> float:
         """Return the seconds of a microbatch's message, or those of all slices, to another rank.
@@ -414,6 +428,10 @@ class Workload:
             kept_forward += (1 + _RANDOM) * between
             kept_backward += 5 * between
         begun = self._begun(*(kernels * self.model.parts for kernels in _NORMS_AND_THE_LIKE))
+        if self.model.residual_streams > 1:
+            mixed = 2 * _elements_of_streams(self.model.residual_streams) * between
+            kept_forward, kept_backward = kept_forward + mixed, kept_backward + 2 * mixed
+            begun += self._begun(*(kernels * self.model.parts for kernels in _STREAMS))
         begun += self._begun(*[sum(one.kernels for one in operators)] * 2)
         share, kept = self.tokens / self.strategy.tensor, self.kept_tokens
         forward = sum(one.forward for one in operators) * share + kept_forward * kept

@@ -39,7 +39,9 @@ from megatron.core import dist_checkpointing
 from ranks import Kind, RankPools
 from training_jobs import SECONDS_TO_REPORT, SECONDS_TO_TRAIN, check_report, script, written
 
-from megatron_zb.distill import shards
+from megatron_zb.distill import block_library, shards
+from megatron_zb.distill.block_times import BlockTime
+from megatron_zb.distill.student import TeacherShape
 from megatron_zb.train.checkpoint_directory import latest_checkpoint
 
 MODULE = "megatron_zb.distill"
@@ -425,3 +427,19 @@ def test_a_candidate_whose_weights_are_damaged(library: Library, tmp_path: Path)
         path.write_bytes(whole)
     assert ended.code == 2
     assert "half.pt is missing or damaged: delete" in ended.stderr
+
+
+def test_only_a_teacher_of_both_kinds_of_blocks_has_a_second_time() -> None:
+    known: Any = {"a": (0, "shape"), "b": (1, "shape")}
+    times = [BlockTime(3.0, 1.0, 0.5), BlockTime(2.0, 1.0, 0.5)]
+    assert [each.reduce for each in times] == [0.0, 0.0]
+    cases: Sequence[tuple[tuple[int, ...], dict[str, float]]] = (
+        ((), {"teacher": 2.0}),
+        ((0, 1), {"teacher": 2.0}),
+        ((1,), {"teacher": 2.0, "dense_teacher": 3.0}),
+    )
+    for expert_blocks, expected in cases:
+        sizes = TeacherShape(2, 8, 2, 2, 32, expert_blocks=frozenset(expert_blocks))
+        found = block_library._as_file(sizes, known, times)
+        del found["candidates"]
+        assert found == expected

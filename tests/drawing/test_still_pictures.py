@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import measured_runs
@@ -12,6 +13,8 @@ from recompute_offload import with_recompute_offload
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
+from megatron_zb.drawing import html_drawing
+from megatron_zb.drawing.chart import COST_UNIT
 from megatron_zb.drawing.html_run import save_step
 from megatron_zb.measured.profile import HostLinkProfile, Profile
 from megatron_zb.measured.trace import ComparedStep, compared, of_spans
@@ -86,8 +89,21 @@ def test_the_step_of_a_run_with_recomputation(tmp_path: Path) -> None:
         PassKind.D,
         PassKind.H,
     }
+    late = found.measured.makespan - found.predicted.makespan
+    assert late == pytest.approx(0.0), "what was recomputed and copied is predicted, too"
     path = tmp_path / "step.html"
     save_step(path, profile, found)
     section: Element = page_of(path).one("section", id="step")
     assert len(section.all("svg", of="schedule")) == 2
     assert "R" in drawn(path)
+
+
+def test_the_scripts_get_the_title_the_order_and_the_costs_of_a_picture() -> None:
+    built = schedules.build("zb-h1", pipeline_size=2, num_microbatches=3)
+    equal = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.5, weight=0.5)
+    found = html_drawing.data(schedules.simulate(built, equal), "a title", COST_UNIT)
+    assert found["title"] == "a title"
+    assert (found["order"]["p"], found["order"]["m"]) == (2, 3)
+    assert (found["costs"]["forward"], found["costs"]["backward"]) == ([1.0], [1.5])
+    assert found["times"] is found["extent"] is None
+    assert found["unit"] == asdict(COST_UNIT)

@@ -710,6 +710,16 @@ def test_a_broken_profile_is_refused(tmp_path: Path, broken: dict[str, Any], sai
         read_profile(path)
 
 
+@pytest.mark.parametrize("name", ["forward", "backward", "weight", "whole", "recompute"])
+def test_a_pass_of_a_profile_takes_less_than_a_day(name: str) -> None:
+    from megatron_zb.measured.profile import StageProfile as Stage
+
+    values = profile()["stages"][0]
+    assert getattr(Stage(**{**values, name: 99_999.0}), name) == 99_999.0
+    with pytest.raises(ValueError, match="less than 100000"):
+        Stage(**{**values, name: 100_000.0})
+
+
 def test_replicas_count_as_their_slowest() -> None:
     from megatron_zb.measured.profile import merged
 

@@ -128,3 +128,18 @@ def test_a_restart_in_the_process_forgets_the_run_and_meets_apart_from_it() -> N
     assert call(1) == b"1"
     assert failed.times == 1
     assert job.get("megatron_zb/restart/0/verdict") == b"0"
+
+
+def test_the_states_of_a_checkpoint_are_checked_where_it_lies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[tuple[Any, ...]] = []
+    given, args = hooks._Hooks(), argparse.Namespace(rank=0, finetune=True, skip_train=False)
+    run: Any = SimpleNamespace(
+        adapter="adapter", data={}, check_states=lambda *of: checked.append(of)
+    )
+    given._run = run
+    monkeypatch.setattr(hooks.stored_placement, "check", lambda *of: checked.append(of))
+    loaded = ({"args": args}, "the folder", False)
+    assert given._load_base_checkpoint(lambda *of: loaded, "from", args) is loaded
+    assert checked == [(loaded, args, "adapter"), (args, "the folder")]

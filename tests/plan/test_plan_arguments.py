@@ -11,6 +11,7 @@ import pytest
 from megatron_zb.cli import main
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
+from megatron_zb.plan import model_flags as model_flags_module
 from megatron_zb.plan import request
 from megatron_zb.plan.model import ModelConfig, read_model
 from megatron_zb.plan.model_flags import mock_data_flags, model_flags
@@ -25,6 +26,27 @@ SPARSE = [*DENSE, "--num-experts", "8"]
 
 def words_of(model: ModelConfig) -> list[str]:
     return [*model_flags(model), *mock_data_flags(model)]
+
+
+@pytest.mark.parametrize(
+    ("segments", "words"),
+    [
+        (
+            ["M", "*", "-"],
+            "'M|\\*|-' has 3 stages, which --pipeline-model-parallel-size 2 does not",
+        ),
+        (["M", "", "*", "-"], "stage 1 of 0 to 3 has no layers: give it one"),
+    ],
+)
+def test_stages_that_a_pattern_cannot_have(segments: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words.replace("|", r"\|")):
+        request._check_segments(segments, 2)
+    request._check_segments(["", "M", "*", ""], 2)
+
+
+@pytest.mark.parametrize("text", ["-" * 100_000 + "1", "[0]" + "+[1]" * 20_000, "[" * 300, "0]"])
+def test_a_list_that_is_none_or_too_deep_has_no_elements(text: str) -> None:
+    assert model_flags_module._list_of(text) == []
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

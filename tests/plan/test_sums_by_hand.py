@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,8 @@ from megatron_zb.measured.balance import of_arguments
 from megatron_zb.measured.counted_layers import attention_of
 from megatron_zb.measured.fit import Fit, Variant
 from megatron_zb.measured.profile import Profile
-from megatron_zb.plan import from_profile
-from megatron_zb.plan.byte_counts import StateBytes
+from megatron_zb.plan import from_profile, model_flags
+from megatron_zb.plan.byte_counts import StateBytes, layer_held
 from megatron_zb.plan.from_profile import ProfileRequest
 from megatron_zb.plan.mixers import LatentAttention, latent_attention
 from megatron_zb.plan.step import Travel, by_formula, seconds_apart
@@ -60,6 +61,31 @@ def test_latent_attention_moves_its_latents_and_all_heads_of_keys() -> None:
     seconds += scores / rates.attention.reached + traffic / rates.memory_bandwidth.reached
     kernels = 2 * 4 + 2 * 2 + 1
     assert workload.layer(0).forward == pytest.approx(seconds + kernels * rates.kernels.seconds)
+
+
+def test_residual_streams_travel_and_are_kept() -> None:
+    """Hyper-connections read and write 9 * 4 - 1 elements more around each part of a layer."""
+    plain, wide = load(small()), load(small(residual_streams=4))
+    tokens, hidden, rates = 1024, 1024, a100()
+    assert wide.message() == 4 * plain.message() == 4 * 2 * tokens * hidden
+    assert wide.latency(True) - plain.latency(True) == pytest.approx(
+        3 * plain.message() / rates.messages.in_node.bandwidth
+    )
+    mixed = 2 * 2 * (9 * 4 - 1) * hidden * tokens / rates.memory_bandwidth.reached
+    launched = 2 * 7 * rates.kernels.seconds
+    one, other = wide.layer(0), plain.layer(0)
+    assert one.forward - other.forward == pytest.approx(mixed + launched)
+    assert one.backward - other.backward == pytest.approx(2 * (mixed + launched))
+    assert one.weight == other.weight
+    held = [layer_held(of, 0).activation for of in (wide, plain)]
+    assert held[0] - held[1] == 2 * 2 * 4 * hidden * tokens
+    words = model_flags.model_flags(wide.model)
+    assert words[-3:] == ["--enable-mhc-connections", "--mhc-num-residual-streams", "4"]
+    given = Namespace(enable_mhc_connections=True, mhc_num_residual_streams=4)
+    assert [model_flags._streams(args) for args in (given, Namespace())] == [4, 1]
+    again = [load(small(residual_streams=n), recompute="full") for n in (4, 1)]
+    kept = [layer_held(of, 0).activation for of in again]
+    assert kept[0] == 4 * kept[1] == 4 * 2 * hidden * tokens
 
 
 STATES = StateBytes(2e9, 4e9, 3e9, 1e9, 0.0)

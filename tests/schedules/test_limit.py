@@ -19,7 +19,14 @@ GIB = 2**30
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("40GiB", 40 * GIB), ("1.5gib", 1.5 * GIB), ("512MB", 512e6), ("2TiB", 2**41), ("3KB", 3e3)],
+    [
+        ("40GiB", 40 * GIB),
+        ("1.5gib", 1.5 * GIB),
+        ("512MB", 512e6),
+        ("2TiB", 2**41),
+        ("3KB", 3e3),
+        ("5kib", 5120),
+    ],
 )
 def test_bytes_have_a_unit(text: str, number: float) -> None:
     found = Limit.parse(text)

@@ -40,6 +40,8 @@ def test_each_side_of_a_pair_exchanges_beside_the_computation_of_the_other(
     assert table.pair_seconds(pair) == pytest.approx(sum(computed))
     assert made[0] is None, "nothing comes behind the last stage"
     assert made[1] is not None
+    alone = [first._all_to_all_seconds(kind, 0) for kind in (PassKind.W, PassKind.R)]
+    assert alone == [0.0, 0.0]
     slept.clear()
     first.forward(0, None)
     assert [(is_main, round(share, 6)) for is_main, share in slept] == [
