@@ -473,7 +473,8 @@ class _Hooks:
         """Run Megatron-LM's pretrain; at its end, say which requested profile is missing."""
         given = signature(original).bind(*args, **keywords).arguments
         restart = given.get("inprocess_call_wrapper")
-        self._begin(None if restart is None else restart.iteration, given.get("store"))
+        if restart is not None:
+            self._begin(restart.iteration, given["store"])
         try:
             result = read_for_stages(original, *args, **keywords)
         except SystemExit:  # as at an interval after which the run ends
@@ -486,19 +487,16 @@ class _Hooks:
         self._say_what_is_missing()
         return result
 
-    def _begin(self, restarts: int | None, store: Any) -> None:
+    def _begin(self, restarts: int, store: Store) -> None:
         """Forget the run that an in-process restart has ended; the next one meets apart from it.
 
         Args:
-            restarts: how often ``pretrain`` has been called before; None without
-                ``--inprocess-restart``.
+            restarts: how often ``pretrain`` has been called before; it parses the arguments itself.
             store: of the job, which stands through all restarts.
         """
         self._run, self._shared_build = None, None
         self._post_validation.forget()
-        self._store = None
-        if restarts is not None:
-            self._store = PrefixStore(f"megatron_zb/restart/{restarts}", store)
+        self._store = PrefixStore(f"megatron_zb/restart/{restarts}", store)
 
     def _say_what_is_missing(self) -> None:
         line = None if self._run is None else self._run.adapter.missing_profile()

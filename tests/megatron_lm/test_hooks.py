@@ -143,3 +143,15 @@ def test_the_states_of_a_checkpoint_are_checked_where_it_lies(
     loaded = ({"args": args}, "the folder", False)
     assert given._load_base_checkpoint(lambda *of: loaded, "from", args) is loaded
     assert checked == [(loaded, args, "adapter"), (args, "the folder")]
+
+
+def test_a_run_whose_arguments_were_parsed_before_pretrain_is_kept() -> None:
+    """As from Megatron-LM 0.18 on: without its run, a V would train with the stages of 1F1B."""
+    given = hooks._Hooks()
+    run: Any = SimpleNamespace(adapter=SimpleNamespace(missing_profile=lambda: None))
+    given._run = run
+
+    def pretrain(train_valid_test_dataset_provider: Any, inprocess_call_wrapper: Any = None) -> Any:
+        return given._run
+
+    assert given._pretrain(pretrain, lambda samples, vp_stage=None: None) is run
