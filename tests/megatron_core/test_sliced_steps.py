@@ -256,6 +256,19 @@ def test_packed_samples_are_looked_at_and_then_cut() -> None:
     assert not SlicedReading(iter([{"tokens": tokens}]), (0, 8)).finds_ends()
 
 
+def test_an_iterator_that_is_cut_has_the_attributes_of_the_users() -> None:
+    class Batches(Iterator[Any]):
+        rerun_data_iterator = "replays"
+
+        def __next__(self) -> Any:
+            return {"tokens": torch.arange(8)[None]}
+
+    reading = SlicedReading(Batches(), (0, 4, 8))
+    assert reading.rerun_data_iterator == "replays"
+    with pytest.raises(AttributeError):
+        _ = reading.nothing
+
+
 def test_slices_with_a_sharded_vocabulary_need_a_loss_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{TokenCounts.__module__}.device", lambda: torch.device("cpu"))
     step: Any = SimpleNamespace(pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)))

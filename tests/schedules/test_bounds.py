@@ -6,11 +6,13 @@ import random
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
 
+from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import lower_bound, period_bound
-from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.costs import MOST_RANKS, Costs
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
@@ -19,6 +21,14 @@ from megatron_zb.schedules.simulator import simulate
 F, B, W, BW, R, D, H = map(PassKind, ("F", "B", "W", "BW", "R", "D", "H"))
 M = 2
 PLACEMENT = looped(2)
+
+
+def test_a_pipeline_has_at_most_so_many_ranks() -> None:
+    sizes: dict[str, Any] = {name: [1.0] for name in ("forward", "backward", "weight")}
+    assert Costs.of_slices(pipeline_size=MOST_RANKS, **sizes).pipeline_size == MOST_RANKS
+    more = MOST_RANKS + 1
+    with pytest.raises(UsageError, match=f"of {more} ranks .* at most {MOST_RANKS}"):
+        Costs.of_slices(pipeline_size=more, **sizes)
 
 
 def test_one_microbatch_waits_for_every_pass_and_message() -> None:
