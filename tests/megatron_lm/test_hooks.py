@@ -100,7 +100,8 @@ class Abandoned:
 
 
 def test_a_restart_in_the_process_forgets_the_run_and_meets_apart_from_it() -> None:
-    given, job, failed = hooks._Hooks(), HashStore(), Abandoned()
+    given, job = hooks._Hooks(), HashStore()
+    failed: Any = Abandoned()
 
     def datasets(samples: Any, vp_stage: int | None = None) -> None: ...
 
@@ -112,7 +113,7 @@ def test_a_restart_in_the_process_forgets_the_run_and_meets_apart_from_it() -> N
     ) -> Any:
         assert given._store is not None
         given._store.set("verdict", str(inprocess_call_wrapper.iteration))
-        given._run = failed if fails else None  # type: ignore[assignment]
+        given._run = failed if fails else None
         if fails:
             raise KeyboardInterrupt  # no Exception, as what interrupts the other ranks
         return given._store.get("verdict")

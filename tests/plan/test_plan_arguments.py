@@ -28,6 +28,14 @@ def words_of(model: ModelConfig) -> list[str]:
     return [*model_flags(model), *mock_data_flags(model)]
 
 
+def described(path: Path) -> ModelConfig:
+    """The model of a file, if the installed Megatron-LM has arguments for it."""
+    model = read_model(path)
+    if model.pattern is not None and versions.core_series() < (0, 17):
+        pytest.skip("--hybrid-layer-pattern had another name in 0.16")
+    return model
+
+
 @pytest.mark.parametrize(
     ("segments", "words"),
     [
@@ -51,9 +59,7 @@ def test_a_list_that_is_none_or_too_deep_has_no_elements(text: str) -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_words_of_a_model_describe_it(path: Path) -> None:
-    model = read_model(path)
-    if model.pattern is not None and versions.core_series() < (0, 17):
-        pytest.skip("--hybrid-layer-pattern had another name in 0.16")
+    model = described(path)
     training = request.read_training(words_of(model))
     unsaid = dict.fromkeys(("name", "source", "recommended", "published", "tokenizer"))
     explicit = {"ffn_hidden_size": model.ffn}
@@ -82,8 +88,7 @@ ONE_SETTING = (
 def test_a_plan_of_arguments_equals_that_of_a_file(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if read_model(path).pattern is not None and versions.core_series() < (0, 17):
-        pytest.skip("--hybrid-layer-pattern had another name in 0.16")
+    described(path)
     assert main.main(["flags", "--config", path.stem, "--mock-data"]) == 0
     words = capsys.readouterr().out.split()
     plans = []

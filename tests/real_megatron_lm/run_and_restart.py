@@ -7,34 +7,24 @@ not, have stand-ins here. All else is real.
 from __future__ import annotations
 
 import os
-import runpy
 import socket
 import sys
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_zb.launch import main
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
+from optimizer_steps import before_step, launch
 
 RANK, STEP = 2, 4
 
 
-def raise_in_the_optimizer() -> None:
-    from megatron.core.optimizer import optimizer
-
-    steps = 0
-    prepare_grads = optimizer.FP32Optimizer.prepare_grads
-
-    def counted(self: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == STEP and int(os.environ["RANK"]) == RANK:
-            raise RuntimeError("a fault of this rank")
-        return prepare_grads(self)
-
-    optimizer.FP32Optimizer.prepare_grads = counted
+def fail() -> None:
+    raise RuntimeError("a fault of this rank")
 
 
 def restart_without_gpus() -> None:
@@ -54,14 +44,10 @@ def cut_connections() -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
+def prepare() -> None:
+    before_step(STEP, RANK, fail)
+    restart_without_gpus()
+
+
 if __name__ == "__main__":
-    # Megatron is imported when the script has been found: the launcher hooks it before it runs.
-    run_path = runpy.run_path
-
-    def run(*arguments: Any, **keywords: Any) -> Any:
-        raise_in_the_optimizer()
-        restart_without_gpus()
-        return run_path(*arguments, **keywords)
-
-    runpy.run_path = run
-    main(sys.argv[1:])
+    launch(prepare)

@@ -254,10 +254,8 @@ def test_a_new_wait_is_said_again() -> None:
 def test_a_watchdog_ends_without_anybody_waiting_for_it() -> None:
     """As where a process begins again: the next step has another one, on another store."""
     lines = list[str]()
-    dog = Watchdog(RankProgress(), WatchedRank(0, (0,)), HashStore(), 0.2, tell=lines.append)
-    began = time.monotonic()
+    dog = Watchdog(RankProgress(), WatchedRank(0, (0,)), HashStore(), 60, tell=lines.append)
     dog.begin_to_stop()
-    assert time.monotonic() - began < 0.2
     for thread in dog._threads:
         thread.join(10)
     assert not any(thread.is_alive() for thread in dog._threads)
