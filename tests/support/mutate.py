@@ -1,8 +1,9 @@
-"""Break the package on purpose, one drawn place at a time, and see which test notices.
+"""Break the package on purpose, one drawn place at a time, and see which check notices.
 
-Each mutant lives in a copy of the checkout of its own. The tests that can reach it run, the most
-specific ones first, until one fails; a mutant survives when all of them have passed. Which test
-reaches what is recorded in a run of all tests, once for each state of the code, into build/reached.
+Each mutant lives in a copy of the checkout of its own. What scripts/test.sh runs is run there: ruff
+and mypy, then the tests that can reach the mutant, the most specific ones first, until one fails; a
+mutant survives when all of them have passed. Which test reaches what is recorded in a run of all
+tests, once for each state of the code, into build/reached.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from mutants import Mutant
 from reached import LEFT_OUT, ROOT, Nearby, Reached
 
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.yaml"
+CHECKERS = {"ruff": ("check", "--quiet", "--select", "F"), "mypy": ("--no-error-summary",)}
+"""What scripts/test.sh runs before the tests; of ruff the rules of names alone, as how a mutant is
+written is nothing that anybody would write."""
 _PASSED, _NOT_FOUND = 0, 4  # exit statuses of pytest
 KILLED, SURVIVED = "killed", "survived"
 NO_ANSWER = "gave no answer in time"
@@ -36,7 +40,7 @@ NO_ANSWER = "gave no answer in time"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant, and the test that failed, if one did."""
+    """What became of a mutant, and the checker or test that noticed it, if one did."""
 
     mutant: Mutant
     word: str
@@ -52,14 +56,25 @@ def equivalent(path: Path = EQUIVALENT) -> dict[tuple[str, ...], str]:
 
 
 def tried(mutant: Mutant, copy: Path, tests: Sequence[str], seconds: float) -> Verdict:
-    """Run tests in a new copy of the checkout that has the mutant in it."""
+    """Run the checkers and tests in a new copy of the checkout that has the mutant in it."""
     begin = time.monotonic()
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
     path = copy / mutant.file
     path.write_bytes(mutant.applied(path.read_bytes()))
-    word, by = verdict_of(copy, tests, seconds) if tests else (SURVIVED, "no test reaches it")
+    word, by = KILLED, checker_of(copy, mutant.file)
+    if not by:
+        word, by = verdict_of(copy, tests, seconds) if tests else (SURVIVED, "no test reaches it")
     return Verdict(mutant, word, by, len(tests), time.monotonic() - begin)
+
+
+def checker_of(copy: Path, file: str) -> str:
+    """Return the checker that refuses a file of a copy, ruff or mypy, or an empty text."""
+    for name, words in CHECKERS.items():
+        command = [sys.executable, "-m", name, *words, *([file] if name == "ruff" else [])]
+        if subprocess.run(command, cwd=copy, capture_output=True, check=False).returncode:
+            return name
+    return ""
 
 
 def verdict_of(copy: Path, tests: Sequence[str], seconds: float) -> tuple[str, str]:
@@ -167,17 +182,21 @@ def main() -> int:
     drawn = [m for m in drawn if m not in same and arguments.only in str(m)]
     for mutant in same:
         print(f"equivalent: {mutant}: {known[mutant.anchor]}", flush=True)
-    holes = 0
+    for name, words in CHECKERS.items():  # which fills mypy's cache, too, that each copy takes
+        subprocess.run([sys.executable, "-m", name, *words], cwd=ROOT, check=True)
+    by_checkers = holes = 0
     reached = Nearby(ROOT) if arguments.nearby else Reached.of(ROOT)
     found = verdicts(drawn, reached, arguments.seconds, arguments.processes)
     for number, verdict in enumerate(found, 1):
         holes += verdict.word != KILLED
+        by_checkers += verdict.by in CHECKERS
         by = f" by {verdict.by}" if verdict.word == KILLED else f" {verdict.by}".rstrip()
         took = f"{verdict.tests} tests, {verdict.seconds:.0f} s"
         print(f"\n{number}/{len(drawn)} {verdict.word}{by} ({took}): {verdict.mutant}")
         print(verdict.mutant.diff(ROOT), flush=True)
     share = 1 - holes / len(drawn) if drawn else 1.0
-    print(f"\nseed {seed}: {len(drawn) - holes} of {len(drawn)} mutants killed ({share:.1%})")
+    killed = f"{len(drawn) - holes} of {len(drawn)} mutants killed ({share:.1%})"
+    print(f"\nseed {seed}: {killed}, {by_checkers} of them by {' and '.join(CHECKERS)}")
     return 0 if share >= arguments.share else 1
 
 

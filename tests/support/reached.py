@@ -238,7 +238,8 @@ class Reached:
 class Nearby:
     """Test files that name a module, of those that lie beside it in ``tests``; nothing is recorded.
 
-    Not all that can reach a mutant: enough for a few drawn ones, in seconds.
+    After them come those that compare whole results, of the folder and of the commands. Not all
+    that can reach a mutant: enough for a few drawn ones, in seconds.
     """
 
     def __init__(self, root: Path) -> None:
@@ -251,7 +252,13 @@ class Nearby:
         beside = sorted((self._root / "tests" / folder).glob("test_*.py"), key=_size)
         names = re.compile(rf"\b{module.stem}\b")
         naming = [file for file in beside if names.search(file.read_text(encoding="utf-8"))]
-        return [file.relative_to(self._root).as_posix() for file in naming or beside]
+        whole = [
+            file
+            for folder in dict.fromkeys([folder, "cli"])
+            for file in sorted((self._root / "tests" / folder).glob("test_recorded_*.py"))
+        ]
+        found = dict.fromkeys([*(naming or beside), *whole])
+        return [file.relative_to(self._root).as_posix() for file in found]
 
 
 def _size(file: Path) -> int:

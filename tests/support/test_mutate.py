@@ -127,8 +127,9 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {
         "megatron_zb/__init__.py": "",
         "megatron_zb/it.py": SOURCE,
-        "megatron_zb/table.py": "from megatron_zb.it import TABLE\n",
+        "megatron_zb/table.py": "from megatron_zb.it import TABLE\n\nSIZE = len(TABLE)\n",
         "tests/test_it.py": TESTS,
+        "pyproject.toml": '[tool.mypy]\nfiles = ["megatron_zb"]\n',
     }.items():
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(text)
@@ -169,11 +170,28 @@ def test_a_mutant_is_killed_by_a_test_or_survives_or_hangs(tree: Path) -> None:
     assert verdict(minus, []) == (mutate.SURVIVED, "no test reaches it")
     assert verdict(minus, tests, 0.01) == (mutate.NO_ANSWER, "")
     assert verdict(minus, ["tests/test_it.py::test_gone"]) == (mutate.KILLED, tests[1])
-    broken = Mutant("megatron_zb/it.py", "", "", "", "", 1, 0, 0, "import nowhere\n")
+    broken = Mutant("megatron_zb/it.py", "", "", "", "", 1, 0, 0, "1 / 0\n")
     assert verdict(broken, tests) == (mutate.KILLED, "tests/test_it.py")
     assert (tree / "root/megatron_zb/it.py").read_text() == SOURCE
     with pytest.raises(RuntimeError, match="has not found its tests"):
         verdict(minus, ["tests/nowhere.py"])
+
+
+@pytest.mark.parametrize(
+    ("change", "checker"),
+    [
+        (("early return", "return None"), "mypy"),
+        (("dropped statement", "pass"), "ruff"),
+        (("comparison", "value >= best"), ""),
+    ],
+)
+def test_a_checker_notices_wrong_types_and_unknown_names(
+    tree: Path, change: tuple[str, str], checker: str
+) -> None:
+    mutant = next(m for m in of(SOURCE) if (m.kind, m.new) == change)
+    file = tree / "root/megatron_zb/it.py"
+    file.write_bytes(mutant.applied(file.read_bytes()))
+    assert mutate.checker_of(tree / "root", "megatron_zb/it.py") == checker
 
 
 def test_the_command_prints_a_diff_a_verdict_and_the_share(
@@ -197,4 +215,4 @@ def test_the_command_prints_a_diff_a_verdict_and_the_share(
         in printed
     )
     assert "equivalent: megatron_zb/it.py:14 largest: comparison: value > best" in printed
-    assert printed.endswith("seed x: 1 of 1 mutants killed (100.0%)\n")
+    assert printed.endswith("seed x: 1 of 1 mutants killed (100.0%), 0 of them by ruff and mypy\n")

@@ -1,0 +1,109 @@
+"""What stands in pictures: every bar, line and text, where it stands and in which colour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib import colors
+from matplotlib.collections import Collection
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from recorded import assert_as_recorded
+
+from megatron_zb import schedules
+from megatron_zb.drawing import html_drawing, pictures
+from megatron_zb.drawing.chart import COST_UNIT
+
+RECORDED = Path(__file__).parent / "recorded"
+TIMES = {"forward": 1.0, "backward": 1.2, "weight": 0.8, "p2p": 0.1}
+
+
+def timeline_of(name: str) -> schedules.Timeline:
+    """Return the timeline of a small schedule, or of a feature that has passes of its own."""
+    family, _, feature = name.partition("+")
+    costs = schedules.Costs.uniform(pipeline_size=2, **TIMES)
+    limit = None
+    if feature == "pairs":
+        costs = costs.with_communication(forward=0.4, backward=0.3)
+    if feature == "recomputation":
+        costs, limit = costs.with_recomputation(kept_input=0.1), 0.6
+    if feature == "offload":
+        costs, limit = costs.with_offload(seconds=0.4), 0.6
+    if feature == "vocabulary":
+        costs = costs.with_vocabulary(output=1.5, weight=0.7)
+    sizes: dict[str, Any] = {"pipeline_size": 2, "num_microbatches": 4}
+    return schedules.simulate(
+        schedules.build(family, costs=costs, memory_limit=limit, **sizes), costs
+    )
+
+
+NAMES = (
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "v-half",
+    "dualpipe-v+pairs",
+    "v-zb+recomputation",
+    "v-zb+offload",
+    "v-half+vocabulary",
+)
+
+
+def at(*numbers: float) -> str:
+    return ",".join(f"{number:.4g}" for number in numbers)
+
+
+def bar(artist: Any) -> str:
+    place = (*artist.get_xy(), artist.get_width(), artist.get_height())
+    return f"  bar {at(*place)} {colors.to_hex(artist.get_facecolor(), keep_alpha=True)}"
+
+
+def line(artist: Any) -> str:
+    ends = artist.get_xydata()
+    colour = colors.to_hex(artist.get_color(), keep_alpha=True)
+    return f"  line {len(ends)} {at(*map(float, ends.sum(axis=0)))} {colour}"
+
+
+def shapes(artist: Any) -> str:
+    paths = artist.get_paths()
+    corners = sum(float(path.vertices.sum()) for path in paths)
+    hexes = sorted({colors.to_hex(colour) for colour in artist.get_facecolor()})
+    return f"  shapes {len(paths)} {at(corners)} {' '.join(hexes)}"
+
+
+ARTISTS: dict[type, Callable[[Any], str]] = {Rectangle: bar, Line2D: line, Collection: shapes}
+
+
+def described(figure: Any) -> Iterator[str]:
+    """Describe what a figure draws; ticks and spines are matplotlib's own."""
+    yield f"figure {at(*figure.get_size_inches())}"
+    for axes in figure.axes:
+        yield f"axes {at(*axes.get_xlim(), *axes.get_ylim())} {axes.get_title()!r}"
+        yield f"  labels {axes.get_xlabel()!r} {axes.get_ylabel()!r}"
+        for artist in axes.get_children():
+            for kind, describe in ARTISTS.items():
+                if isinstance(artist, kind) and artist is not axes.patch:
+                    yield describe(artist)
+        for text in axes.texts:
+            yield f"  text {at(*text.get_position())} {text.get_text()!r} {text.get_color()}"
+        legend = axes.get_legend()
+        if legend is not None:
+            yield f"  legend {[text.get_text() for text in legend.get_texts()]}"
+    for text in figure.texts:
+        yield f"text {text.get_text()!r}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_picture_has_what_it_had(name: str) -> None:
+    lines = described(pictures.draw(timeline_of(name)))
+    assert_as_recorded("\n".join(lines), RECORDED / f"{name}.picture.txt")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_drawing_of_a_page_has_what_it_had(name: str) -> None:
+    timeline = timeline_of(name)
+    svg = html_drawing.draw(timeline, name, COST_UNIT)
+    assert_as_recorded(str(svg).replace("><", ">\n<"), RECORDED / f"{name}.svg.txt")
