@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-from recorded import assert_as_recorded
+from recorded import OF_PYTHON, assert_as_recorded
 
 from megatron_zb.cli import main as cli
 
 RECORDED = Path(__file__).parent / "recorded"
-TINY = "--pipeline-size 2 --num-microbatches 5"
+pytestmark = OF_PYTHON
+TINY = "--pipeline-size 2 --num-microbatches 4"
 SMALL = "--pipeline-size 3 --num-microbatches 5"
 SIZES = "--pipeline-size 4 --num-microbatches 8"
 TIMES = "--forward 1 --backward 1.2 --weight 0.7 --p2p 0.05"
@@ -35,7 +36,6 @@ OUTPUT = {
         f"show v-half {SIZES} --memory-limit 0.4",
         f"show dualpipe-v {SIZES} --forward-comm 0.5 --backward-comm 0.4",
         f"show v-zb {TINY} --recompute 0.1 --memory-limit 0.45",
-        f"show v-zb {TINY} --offload 0.4 --memory-limit 0.5",
         f"show v-half {SIZES} --cut-output 2",
         f"show zb-h1 {SMALL} --cut-output 1.5 {TIMES}",
         f"show v-zb {SMALL} --slices 4 --attention 0.5",
@@ -106,7 +106,8 @@ def test_a_command_prints_what_it_printed(
     for command in OUTPUT[name]:
         code = cli.main(command.split())
         printed = capsys.readouterr()
-        found += [f"$ megatron-zb {command}", printed.out.rstrip(), printed.err.rstrip()]
+        errors = [line for line in printed.err.splitlines() if line.startswith("megatron-zb:")]
+        found += [f"$ megatron-zb {command}", printed.out.rstrip(), *errors]
         found += [f"exit status {code}", ""]
     assert_as_recorded("\n".join(found), RECORDED / f"{name}.txt")
 
@@ -129,7 +130,6 @@ def test_pages_are_what_they_were(tmp_path: Path) -> None:
     commands = [
         f"v-half {SIZES}",
         f"dualpipe-v {SIZES} --forward-comm 0.5 --backward-comm 0.4",
-        f"v-zb {TINY} --offload 0.4 --memory-limit 0.5",
         f"v-zb {TINY} --recompute 0.1 --memory-limit 0.45",
         f"v-half {SIZES} --cut-output 2",
         f"interleaved {SMALL} {TIMES}",

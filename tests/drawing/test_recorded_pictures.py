@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ RECORDED = Path(__file__).parent / "recorded"
 TIMES = {"forward": 1.0, "backward": 1.2, "weight": 0.8, "p2p": 0.1}
 
 
+@cache
 def timeline_of(name: str) -> schedules.Timeline:
     """Return the timeline of a small schedule, or of a feature that has passes of its own."""
     family, _, feature = name.partition("+")

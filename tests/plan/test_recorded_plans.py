@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from recorded import assert_as_recorded, lines_of
+from recorded import OF_PYTHON, assert_as_recorded, lines_of
 
 from megatron_zb.cli import main as cli
 
@@ -51,7 +51,7 @@ PLANS = {
 }
 PROFILE = ROOT / "docs/results/step.cpu.yaml"
 
-pytestmark = pytest.mark.usefixtures("brief_searches")
+pytestmark = [pytest.mark.usefixtures("brief_searches"), OF_PYTHON]
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import schedule_digest
-from recorded import assert_as_recorded
+from recorded import OF_PYTHON, assert_as_recorded
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -24,11 +24,12 @@ from megatron_zb.schedules.request import Limit, Request
 from megatron_zb.schedules.search import placement_search, varied_passes
 
 RECORDED = Path(__file__).parent / "recorded"
+pytestmark = OF_PYTHON
 COUNTS = {
     "plain": 60,
     "pairs": 6,
     "R": 5,
-    "DH": 2,
+    "DH": 1,
     "R+DH": 1,
     "vocabulary": 6,
     "embedding": 4,
