@@ -38,7 +38,7 @@ from megatron_zb.megatron_core.model_ends import tie_embeddings, tied_weights
 from megatron_zb.megatron_core.placement import StageLayout
 from megatron_zb.megatron_core.planned_steps import LengthsOf, ReadAhead
 from megatron_zb.megatron_core.refusals import Asked
-from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
+from megatron_zb.megatron_core.versions import HYBRID_PATTERNS, RESHARDABLE
 from megatron_zb.megatron_lm import fingerprint
 from megatron_zb.megatron_lm.adapter_of_arguments import (
     DIVISION,
@@ -285,9 +285,7 @@ class Pipeline:
         yield everywhere(parallel_state, "initialize_model_parallel", run.initialize_model_parallel)
         yield replace_static(PipelineParallelLayerLayout, "from_str", run.layout_from_str)
         yield replace_method(TECudaGraphHelper, "create_cudagraphs", run.create_graphs)
-        yield replace_method(
-            DistributedOptimizer, checkpoints.RESHARDABLE, checkpoints.save_without_padding
-        )
+        yield replace_method(DistributedOptimizer, RESHARDABLE, checkpoints.save_without_padding)
         yield replace_method(DistributedOptimizer, checkpoints.BOUND, checkpoints.load_bound)
         if self.adapter.physical.mirrored:
             stages = run.stage_data

@@ -3,7 +3,7 @@
 Fully reshardable states of the distributed optimizer: Megatron joins the buckets of a buffer
 without the padding at their ends, and then takes each weight's values from its place in the buffer
 with the padding. Behind a padded bucket these are the values of others: the checkpoint holds
-shifted weights and moments, in every version up to 0.19.
+shifted weights and moments, in every version up to 0.19. Later versions correct this themselves.
 
 Two copies of one weight on one rank: in a V a rank holds the embedding and its copy on the last
 stage, which Megatron stores under one key. Its parallel save and load, which share out a state
@@ -35,9 +35,8 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
 
-RESHARDABLE = "sharded_param_state_fully_reshardable"
-"""The method of Megatron's distributed optimizer that :func:`save_without_padding` replaces."""
 BOUND = "load_parameter_state_from_dp_reshardable"
 """The method that :func:`load_bound` replaces: its default format, bound to the placement."""
 
@@ -47,8 +46,16 @@ _LARGEST = 1 << 22  # elements of a weight that is read to compare; norms and bi
 
 @contextmanager
 def without_padding(optimizers: Sequence[Any]) -> Iterator[None]:
-    """Index the weights of distributed optimizers by their places in the joined buckets."""
-    buffers = [buffer for each in optimizers for buffer in getattr(each, "buffers", ())]
+    """Index the weights of distributed optimizers by their places in the joined buckets.
+
+    An optimizer whose Megatron does so itself is left as it is.
+    """
+    shifted = [
+        each
+        for each in optimizers
+        if hasattr(each, "buffers") and not versions.saves_past_padding(type(each))
+    ]
+    buffers = [buffer for each in shifted for buffer in each.buffers]
     own = [buffer.param_index_map for buffer in buffers]
     try:
         for buffer in buffers:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from importlib import import_module
-from inspect import signature
+from inspect import signature, unwrap
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -155,6 +155,20 @@ def forget_order_of_paged_stash() -> None:
     from megatron.core.transformer.moe.paged_stash import PagedStashManager
 
     PagedStashManager.get_instance().__init__()
+
+
+RESHARDABLE = "sharded_param_state_fully_reshardable"
+"""The method with which Megatron's distributed optimizer saves states that fit any placement."""
+
+
+def saves_past_padding(optimizer: type) -> bool:
+    """Return whether a class's :data:`RESHARDABLE` knows where each bucket of a buffer is padded.
+
+    After 0.19 it subtracts the padding of the buckets before a weight; until then it asks only for
+    the padding of the last one.
+    """
+    method = unwrap(getattr(optimizer, RESHARDABLE))
+    return "buckets" in method.__code__.co_names
 
 
 def set_streams(config: Any) -> None:

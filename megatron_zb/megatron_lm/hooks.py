@@ -430,7 +430,7 @@ class _Hooks:
         create_graphs = scheduled(ScheduledRun.create_graphs)
         replace_method(TECudaGraphHelper, "create_cudagraphs", create_graphs)
         for cls, name, hook in (
-            (DistributedOptimizer, checkpoints.RESHARDABLE, checkpoints.save_without_padding),
+            (DistributedOptimizer, versions.RESHARDABLE, checkpoints.save_without_padding),
             (DistributedOptimizer, checkpoints.BOUND, checkpoints.load_bound),
             (Float16OptimizerWithFloat16Params, "load_state_dict", checkpoints.load_empty_groups),
         ):

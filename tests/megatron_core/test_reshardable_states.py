@@ -16,6 +16,23 @@ from megatron_zb.megatron_core import checkpoints
 WEIGHT = "decoder.layers.mlp.router.weight"
 
 
+class Shifting(SimpleNamespace):
+    """An optimizer whose Megatron takes weights from their places in the padded buffer."""
+
+    def sharded_param_state_fully_reshardable(self) -> Any:
+        return [each.param_index_map for each in self.buffers]
+
+
+class Correcting(SimpleNamespace):
+    """An optimizer whose Megatron subtracts the padding of the buckets before a weight."""
+
+    def sharded_param_state_fully_reshardable(self) -> Any:
+        found = []
+        for each in self.buffers:
+            found.append(sum(bucket.numel_unpadded for bucket in each.buckets))
+        return found
+
+
 def buffer(places: dict[str, tuple[int, int, int]], *buckets: tuple[int, int]) -> Any:
     """A buffer with weights at places, and with buckets of sizes with and without padding."""
     return SimpleNamespace(
@@ -31,10 +48,13 @@ def test_weights_are_found_where_the_buckets_are_joined() -> None:
     places = {"a": (0, 200, 0), "b": (256, 300, 1), "c": (320, 420, 1), "d": (512, 520, 2)}
     one = buffer(places, (256, 200), (256, 164), (128, 8))
     other = buffer({"e": (0, 8, 0)}, (128, 8))
+    own = {"f": (0, 8, 0), "g": (16, 24, 1)}
+    corrected = buffer(own, (16, 8), (16, 8))
     optimizers = [
-        SimpleNamespace(buffers=[one]),
+        Shifting(buffers=[one]),
         SimpleNamespace(),
-        SimpleNamespace(buffers=[other]),
+        Shifting(buffers=[other]),
+        Correcting(buffers=[corrected]),
     ]
     with pytest.raises(KeyError), checkpoints.without_padding(optimizers):
         assert one.param_index_map == {
@@ -44,6 +64,7 @@ def test_weights_are_found_where_the_buckets_are_joined() -> None:
             "d": (364, 372, 2),
         }
         assert other.param_index_map == {"e": (0, 8, 0)}
+        assert corrected.param_index_map is own
         raise KeyError
     assert one.param_index_map is places
 

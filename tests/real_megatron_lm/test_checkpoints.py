@@ -193,10 +193,15 @@ def test_states_of_padded_buckets_are_written_right_and_wrong_ones_refused(
     save = f"--exit-interval 2 --save-interval 2 --save {tmp_path}"
     wrong = pretrain(checkout, MODEL, PADDED, OWN, f"{save}/upstream")
     assert wrong.code == 0, wrong.output
-    run = pretrain(checkout, MODEL, PADDED, V_HALF, f"--load {tmp_path}/upstream")
-    assert run.code != 0
-    assert "is not that of its weights" in run.error
-    assert run.error.count("\n") == 0
+    load = f"--load {tmp_path}/upstream --exit-interval 4"
+    run = pretrain(checkout, MODEL, PADDED, V_HALF, load)
+    code = (checkout / "megatron/core/optimizer/distrib_optimizer.py").read_text(encoding="utf-8")
+    if "padding_adjustment" in code:  # a Megatron that writes them right itself
+        check_equal(run, pretrain(checkout, MODEL, PADDED, OWN, load))
+    else:
+        assert run.code != 0
+        assert "is not that of its weights" in run.error
+        assert run.error.count("\n") == 0
     flags = f"--load {tmp_path}/upstream --no-load-optim --exit-interval 3"
     weights = pretrain(checkout, MODEL, PADDED, V_HALF, flags)
     assert list(weights.losses) == [3], weights.output
