@@ -418,11 +418,11 @@ class _Hooks:
         scheduled = partial(when, lambda: self._run)
         for module, name, hook in (
             (parallel_state, "initialize_model_parallel", ScheduledRun.initialize_model_parallel),
-            (training, "get_forward_backward_func", ScheduledRun.get_forward_backward_func),
             (transformer_block, "get_num_layers_to_build", ScheduledRun.num_layers_to_build),
             *((*place, ScheduledRun.build_chunks) for place in versions.chunk_builders()),
         ):
             replace(module, name, scheduled(hook))
+        replace(training, "get_forward_backward_func", self._get_forward_backward_func)
         for module, name in versions.hybrid_segments():
             replace(module, name, scheduled(ScheduledRun.select_segment))
         layout_from_str = scheduled(ScheduledRun.layout_from_str)
@@ -497,6 +497,27 @@ class _Hooks:
         self._run, self._shared_build = None, None
         self._post_validation.forget()
         self._store = PrefixStore(f"megatron_zb/restart/{restarts}", store)
+
+    def _get_forward_backward_func(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Return the function that runs the schedule; Megatron's own only if none was chosen."""
+        if self._run is not None:
+            return self._run.get_forward_backward_func(original, *args, **keywords)
+        self._check_not_lost()
+        return original(*args, **keywords)
+
+    def _check_not_lost(self) -> None:
+        """End a job that chose a schedule and has none: it would train in Megatron's own order."""
+        from megatron.training.global_vars import get_args
+
+        with suppress(AssertionError):  # a script without global arguments has chosen none
+            args = get_args()
+            flag = settings.chosen_flag(args) if hasattr(args, "pipeline_schedule") else None
+            if flag is not None:
+                lost = (
+                    f"{flag} was given, but this process has lost its schedule and would train in "
+                    "Megatron's own order: start the job anew, and report this as a bug"
+                )
+                end_with(UsageError(lost), args.rank)
 
     def _say_what_is_missing(self) -> None:
         line = None if self._run is None else self._run.adapter.missing_profile()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +130,29 @@ def test_a_restart_in_the_process_forgets_the_run_and_meets_apart_from_it() -> N
     assert call(1) == b"1"
     assert failed.times == 1
     assert job.get("megatron_zb/restart/0/verdict") == b"0"
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_job_that_has_lost_its_schedule_ends(
+    monkeypatch: pytest.MonkeyPatch, chosen: bool
+) -> None:
+    given = hooks._Hooks()
+    args = arguments(*(["--pipeline-schedule", "v-half"] if chosen else []))
+
+    def end(error: UsageError, rank: int) -> None:
+        raise error
+
+    module = SimpleNamespace(get_args=lambda: args)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+    monkeypatch.setattr(hooks, "end_with", end)
+    if chosen:
+        with pytest.raises(UsageError, match=r"--pipeline-schedule v-half was given, but .* lost"):
+            given._get_forward_backward_func(lambda: "Megatron's")
+        run: Any = SimpleNamespace(get_forward_backward_func=lambda original: "ours")
+        given._run = run
+        assert given._get_forward_backward_func(lambda: "Megatron's") == "ours"
+    else:
+        assert given._get_forward_backward_func(lambda: "Megatron's") == "Megatron's"
 
 
 def test_the_states_of_a_checkpoint_are_checked_where_it_lies(

@@ -27,6 +27,7 @@ EXPERTS = """
 --moe-token-dispatcher-type alltoall --untie-embeddings-and-output-weights
 """
 V_HALF = "--pipeline-schedule v-half"
+FOUR = "--pipeline-model-parallel-size 4"
 
 
 LONGER = "--train-iters 14 --override-opt_param-scheduler"
@@ -110,15 +111,19 @@ def start(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
 
 
 @pytest.mark.parametrize(
-    "schedule",
+    ("schedule", "ranks"),
     [
-        "v-half --pipeline-recompute auto --pipeline-memory-limit 0.45",
-        "auto --pipeline-offload auto --pipeline-memory-limit 0.5 --pipeline-verify",
-        "v-half --pipeline-layer-layout auto",
+        ("v-half --pipeline-recompute auto --pipeline-memory-limit 0.45", 2),
+        ("auto --pipeline-offload auto --pipeline-memory-limit 0.5 --pipeline-verify", 2),
+        ("v-half --pipeline-layer-layout auto", 2),
+        (f"v-half --pipeline-recompute auto --pipeline-memory-limit 0.4 {FOUR}", 4),
+        (f"v-zb --pipeline-offload auto --pipeline-memory-limit 0.5 {FOUR}", 4),
     ],
 )
-def test_a_gpt_as_a_pattern_logs_what_upstream_logs(start: Start, schedule: str) -> None:
-    check_equal(start.go_on(schedule), start.upstream)
+def test_a_gpt_as_a_pattern_logs_what_upstream_logs(
+    start: Start, schedule: str, ranks: int
+) -> None:
+    check_equal(start.go_on(schedule, ranks), start.upstream)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +132,9 @@ def test_a_gpt_as_a_pattern_logs_what_upstream_logs(start: Start, schedule: str)
         ("v-half --pipeline-vocabulary on", 2),
         ("zb-h1 --pipeline-slices 12,12,8", 2),
         ("v-zb --pipeline-slices 4 --pipeline-vocabulary on", 2),
-        ("v-half --pipeline-vocabulary on --pipeline-model-parallel-size 4", 4),
+        (f"v-half --pipeline-vocabulary on {FOUR}", 4),
+        (f"v-half --pipeline-slices 4 {FOUR}", 4),
+        (f"zb-h1 --pipeline-slices 4 --pipeline-vocabulary on {FOUR}", 4),
     ],
 )
 def test_shards_and_slices_log_it_up_to_rounding(start: Start, schedule: str, ranks: int) -> None:
@@ -145,13 +152,15 @@ def test_a_profile_measures_layers_and_their_recomputation_by_megatron(
     assert parts is not None and parts.layer.forward > 0 and parts.output.forward > 0
 
 
-def test_samples_of_unequal_lengths(checkout: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_samples_of_unequal_lengths(checkout: Path, tmp_path: Path, ranks: int) -> None:
     """Their checkpoint is one of equal lengths, as lengths change no weight's shape."""
     flags = f"{PLAIN} --moe-token-dispatcher-type alltoall"
     train(checkout, flags, f"--exit-interval 2 --save {tmp_path} --save-interval 2")
     load = f"{flags} --load {tmp_path}"
+    size = f"--pipeline-model-parallel-size {ranks}"
     equal, upstream, ours = (
-        train(checkout, load, *more, program=program)
+        train(checkout, load, *more, size, program=program, ranks=ranks)
         for program, *more in ((None,), (UNEQUAL,), (UNEQUAL, V_HALF))
     )
     check_equal(ours, upstream)
