@@ -61,7 +61,7 @@ class ChannelsPart(StepPart):
         if step.made_up is not None:
             step.transport = step.made_up
         elif step.shapes is not None:
-            step.transport = KnownShapes(channels, step.shape_of, stages)
+            step.transport = KnownShapes(channels, step.shape_of_message, stages)
         elif step.config.variable_seq_lengths:
             if self._headers is None:
                 self._headers = self._connected(step, "cpu", "gloo")

@@ -18,7 +18,15 @@ from megatron_zb.megatron_core import graphs, refusals, versions
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.stages import MegatronStage
-from megatron_zb.megatron_core.step import Passes, Step, StepPart, activation_shape, device, timed
+from megatron_zb.megatron_core.step import (
+    Passes,
+    Step,
+    StepPart,
+    activation_shape,
+    check_widths,
+    device,
+    timed,
+)
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.executor import (
     TRAINING,
@@ -112,6 +120,7 @@ class ForwardBackward:
             total_num_tokens=torch.zeros([], dtype=torch.int, device=device()),
             memory=self._memory,
         )
+        check_widths(config, self._physical.placement.num_stages)
         for part in self._parts:
             part.before_step(step)
         refusals.check_step(config, step.program.schedule.name, adjust_tensor_shapes_fn)
@@ -189,7 +198,7 @@ class ForwardBackward:
 
     def _allocation(self, step: Step) -> Allocate:
         def allocate(message: Message) -> torch.Tensor:
-            return step.empty(message.microbatch)
+            return step.empty(message)
 
         found: Allocate = allocate
         for part in self._parts:

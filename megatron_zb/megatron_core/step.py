@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.versions import message_width
 from megatron_zb.runtime.activation_memory import ActivationMemory
@@ -22,11 +23,34 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Allocate, Handler, PairHandler, Transport
 from megatron_zb.runtime.observer import NOTHING, Observer
 from megatron_zb.schedules.lowering import Program
-from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.passes import Message, PassKind
 from megatron_zb.schedules.step_plan import Lengths
 
 Shape = tuple[int, int, int]
 """Sequence, batch and width of an activation between stages."""
+
+WIDTHS = "pipeline_message_widths"
+"""Attribute of a model's config: the width of what each stage but the last hands on, in order.
+
+A model needs it whose stages hand on more than one hidden state, side by side, such as the outputs
+of earlier layers. All ranks of a pipeline have the same widths.
+"""
+
+
+def check_widths(config: Any, num_stages: int) -> None:
+    """Check the widths that a model's config gives for its messages, if it gives any.
+
+    Raises:
+        UsageError: they are not a positive number for each stage but the last.
+    """
+    widths = getattr(config, WIDTHS, None)
+    if widths is None:
+        return
+    if len(widths) != num_stages - 1 or not all(isinstance(w, int) and w > 0 for w in widths):
+        raise UsageError(
+            f"the model's config has {WIDTHS} {list(widths)}: give a positive width for what each "
+            f"of the first {num_stages - 1} stages hands on"
+        )
 
 
 def activation_shape(sequence: int, batch: int, config: Any, groups: Any) -> Shape:
@@ -122,14 +146,24 @@ class Step:
         """Return the shape of a microbatch's activation between stages."""
         return self.shape if self.shapes is None else self.shapes[microbatch]
 
+    def shape_of_message(self, message: Message) -> Shape:
+        """Return the shape of a message between two stages of the model.
+
+        A gradient has the shape of the activation that it belongs to.
+        """
+        shape, widths = self.shape_of(message.microbatch), getattr(self.config, WIDTHS, None)
+        if widths is None:
+            return shape
+        return *shape[:2], widths[message.stage - (not message.is_gradient)]
+
     def place_of(self, microbatch: int) -> int:
         """Return the place of a microbatch in the caller's order."""
         return microbatch if self.order is None else self.order[microbatch]
 
-    def empty(self, microbatch: int = 0) -> torch.Tensor:
-        """Return an empty tensor for an activation between stages."""
-        shape, dtype = self.shape_of(microbatch), self.config.pipeline_dtype
-        return torch.empty(shape, dtype=dtype, device=self._device)
+    def empty(self, message: Message | None = None) -> torch.Tensor:
+        """Return an empty tensor for a message between stages, by default the first activation."""
+        shape = self.shape_of(0) if message is None else self.shape_of_message(message)
+        return torch.empty(shape, dtype=self.config.pipeline_dtype, device=self._device)
 
     def placeholder(self, microbatch: int) -> torch.Tensor:
         """Return zeros in the shape of an activation between stages, in the memory of one."""

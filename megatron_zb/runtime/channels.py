@@ -406,14 +406,14 @@ class KnownShapes:
 
     Args:
         channels: for the messages.
-        shape_of: shape of a microbatch's message between stages.
+        shape_of: shape of a message between stages.
         num_stages: stages of the model; messages to others have shapes that follow from these.
     """
 
     waits_to_receive = False
 
     def __init__(
-        self, channels: Channels, shape_of: Callable[[int], tuple[int, ...]], num_stages: int
+        self, channels: Channels, shape_of: Callable[[Message], tuple[int, ...]], num_stages: int
     ) -> None:
         self._channels, self._shape_of, self._num_stages = channels, shape_of, num_stages
         self.post_receive, self.take = channels.post_receive, channels.take
@@ -428,7 +428,7 @@ class KnownShapes:
             UsageError: it has another shape than the one that its reader knows.
         """
         if message is not None and message.stage < self._num_stages:
-            known = self._shape_of(message.microbatch)
+            known = self._shape_of(message)
             if tensor.shape != known:
                 raise UsageError(
                     f"an activation of microbatch {message.microbatch} has the shape "

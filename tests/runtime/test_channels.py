@@ -223,7 +223,7 @@ def test_messages_are_looked_at_before_every_pass() -> None:
 
 def test_a_message_of_another_shape_than_its_reader_knows_is_refused() -> None:
     messages = Noted()
-    channels = KnownShapes(messages, lambda microbatch: (microbatch + 1, 2), num_stages=4)
+    channels = KnownShapes(messages, lambda message: (message.microbatch + 1, 2), num_stages=4)
     channels.send(THERE, torch.zeros(3, 2), 3, Message(False, 3, 2))
     channels.send(THERE, torch.zeros(5), 3, Message(True, 4, 0))  # not between stages
     assert messages.notes == ["send 0", "send 1"]
