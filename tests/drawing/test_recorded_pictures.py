@@ -15,6 +15,8 @@ from matplotlib.patches import Rectangle
 from recorded import assert_as_recorded
 
 from megatron_zb import schedules
+from megatron_zb.cli import main as cli
+from megatron_zb.distill.cli import timeline as blockwise
 from megatron_zb.drawing import html_drawing, pictures
 from megatron_zb.drawing.chart import COST_UNIT
 
@@ -58,6 +60,10 @@ def at(*numbers: float) -> str:
     return ",".join(f"{number:.4g}" for number in numbers)
 
 
+def look(text: Any) -> str:
+    return f"{text.get_color()} {text.get_size()} {text.get_ha()} {text.get_va()}"
+
+
 def bar(artist: Any) -> str:
     place = (*artist.get_xy(), artist.get_width(), artist.get_height())
     return f"  bar {at(*place)} {colors.to_hex(artist.get_facecolor(), keep_alpha=True)}"
@@ -66,7 +72,8 @@ def bar(artist: Any) -> str:
 def line(artist: Any) -> str:
     ends = artist.get_xydata()
     colour = colors.to_hex(artist.get_color(), keep_alpha=True)
-    return f"  line {len(ends)} {at(*map(float, ends.sum(axis=0)))} {colour}"
+    style = f"{artist.get_linewidth()} {artist.get_linestyle()} {artist.get_zorder()}"
+    return f"  line {len(ends)} {at(*map(float, ends.sum(axis=0)))} {colour} {style}"
 
 
 def shapes(artist: Any) -> str:
@@ -81,19 +88,25 @@ ARTISTS: dict[type, Callable[[Any], str]] = {Rectangle: bar, Line2D: line, Colle
 
 def described(figure: Any) -> Iterator[str]:
     """Describe what a figure draws; ticks and spines are matplotlib's own."""
+    figure.draw_without_rendering()
     yield f"figure {at(*figure.get_size_inches())}"
     for axes in figure.axes:
         yield f"axes {at(*axes.get_xlim(), *axes.get_ylim())} {axes.get_title()!r}"
-        yield f"  labels {axes.get_xlabel()!r} {axes.get_ylabel()!r}"
+        yield f"  labels {axes.get_xlabel()!r} {axes.get_ylabel()!r} {axes.xaxis.label.get_size()}"
+        for axis in (axes.xaxis, axes.yaxis):
+            places, texts = axis.get_majorticklocs(), axis.get_ticklabels()
+            words = [at(*places), *(f"{text.get_text()!r} {text.get_size()}" for text in texts)]
+            yield f"  ticks {'; '.join(words)} {axis.get_tick_params()}"
         for artist in axes.get_children():
             for kind, describe in ARTISTS.items():
                 if isinstance(artist, kind) and artist is not axes.patch:
                     yield describe(artist)
         for text in axes.texts:
-            yield f"  text {at(*text.get_position())} {text.get_text()!r} {text.get_color()}"
+            yield f"  text {at(*text.get_position())} {text.get_text()!r} {look(text)}"
         legend = axes.get_legend()
         if legend is not None:
-            yield f"  legend {[text.get_text() for text in legend.get_texts()]}"
+            words = [f"{text.get_text()!r} {look(text)}" for text in legend.get_texts()]
+            yield f"  legend of {legend._ncols} columns {legend.get_frame_on()} {'; '.join(words)}"
     for text in figure.texts:
         yield f"text {text.get_text()!r}"
 
@@ -102,6 +115,19 @@ def described(figure: Any) -> Iterator[str]:
 def test_a_picture_has_what_it_had(name: str) -> None:
     lines = described(pictures.draw(timeline_of(name)))
     assert_as_recorded("\n".join(lines), RECORDED / f"{name}.picture.txt")
+
+
+def test_pictures_below_one_another_have_what_they_had() -> None:
+    first, second = (timeline_of(name) for name in ("zb-h1", "1f1b"))
+    lines = described(pictures.draw_below({"one": first, "another": second}))
+    assert_as_recorded("\n".join(lines), RECORDED / "below.txt")
+
+
+def test_a_picture_of_steps_has_what_it_had() -> None:
+    words = "show pipe-bd -p 2 -m 3 --teacher 1 2 1 --student 3 4 3 --update 0.5 --steps 2"
+    steps = blockwise(cli.parser().parse_args(words.split()))
+    lines = described(pictures.draw(steps))
+    assert_as_recorded("\n".join(lines), RECORDED / "steps.txt")
 
 
 @pytest.mark.parametrize("name", NAMES)
