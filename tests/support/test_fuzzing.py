@@ -51,6 +51,14 @@ def test_pairs_of_earlier_runs_are_left_out() -> None:
     assert not list(covering_array(SMALL, "other", every))
 
 
+def test_a_value_can_be_fixed_in_all_rows() -> None:
+    rows = list(covering_array(SMALL.with_fixed("a", "3"), "seed"))
+    assert {row["a"] for row in rows} == {"3"}
+    assert {(row["b"], row["c"]) for row in rows} == {("x", "p"), ("x", "q")}
+    with pytest.raises(ValueError, match="a has no value 4"):
+        SMALL.with_fixed("a", "4")
+
+
 @pytest.mark.slow
 def test_a_draw_follows_from_its_seed_and_keeps_the_rules() -> None:
     space = space_of("0.19")

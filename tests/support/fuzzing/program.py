@@ -47,6 +47,7 @@ examples:
   scripts/fuzz.py --megatron-lm ~/Megatron-LM --pairs > pairs.jsonl
   scripts/fuzz.py --megatron-lm ~/Megatron-LM --pairs --seed 2 --beyond pairs.jsonl >> pairs.jsonl
   scripts/fuzz.py --megatron-lm ~/Megatron-LM --random --seed 7 --count 20
+  scripts/fuzz.py --megatron-lm ~/Megatron-LM --pairs --count 20 --fix model=hybrid
   scripts/fuzz.py --megatron-lm ~/Megatron-LM --show 7/12     prints two commands to type
   scripts/fuzz.py --megatron-lm ~/Megatron-LM --random --only 7/12
   scripts/fuzz.py --megatron-lm ~/Megatron-LM --set schedule=v-zb experts=aux data=2
@@ -89,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--beyond", nargs="+", type=Path, default=[], metavar="FILE", help="results of earlier runs"
     )
+    parser.add_argument(
+        "--fix", nargs="+", default=[], metavar="SETTING=VALUE", help="only combinations with these"
+    )
     parser.add_argument("--first", type=int, default=0, help="leave out those before this number")
     return parser
 
@@ -103,12 +107,18 @@ def _chosen(arguments: argparse.Namespace, space: Space) -> Iterator[tuple[str, 
         yield "set", {**usual, **dict(each.split("=", 1) for each in arguments.set)}
     elif arguments.pairs:
         covered = {pair for file in arguments.beyond for pair in _equal_pairs(space, file)}
-        rows = enumerate(covering_array(space, seed, covered))
+        rows = enumerate(covering_array(_fixed(arguments, space), seed, covered))
         stop = None if count is None else first + count
         yield from ((f"pairs {seed}/{n}", row) for n, row in islice(rows, first, stop))
     else:
         names = (f"{seed}/{n}" for n in range(first, first + (count or 10)))
-        yield from ((name, draw(space, name)) for name in names)
+        yield from ((name, draw(_fixed(arguments, space), name)) for name in names)
+
+
+def _fixed(arguments: argparse.Namespace, space: Space) -> Space:
+    for each in arguments.fix:
+        space = space.with_fixed(*each.split("=", 1))
+    return space
 
 
 def _equal_pairs(space: Space, file: Path) -> Iterator[Pair]:

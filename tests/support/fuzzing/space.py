@@ -64,6 +64,17 @@ class Space:
         """The reason why a combination, which may be partial, is impossible; None if it is not."""
         return next((each.why for each in self.impossible if each.holds(combination)), None)
 
+    def with_fixed(self, name: str, value: str) -> Space:
+        """Return the combinations that have this value of a setting.
+
+        Raises:
+            ValueError: there is no such setting or value.
+        """
+        if value not in self.settings[name].values:
+            raise ValueError(f"{name} has no value {value}")
+        others = {each: words for each, words in self.settings[name].words.items() if each == value}
+        return replace(self, settings={**self.settings, name: Setting(name, others)})
+
     def unusual(self, combination: Combination) -> dict[str, str]:
         """The values that are not the defaults."""
         return {n: v for n, v in combination.items() if v != self.settings[n].default}
