@@ -28,17 +28,17 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_zb.bridge import hybrid
 from megatron_zb.bridge.settings import Settings
 from megatron_zb.bridge.throughput import count_whole
 from megatron_zb.errors import UsageError
 from megatron_zb.job.agreement import Rendezvous
-from megatron_zb.megatron_core import checkpoints, refusals
+from megatron_zb.megatron_core import checkpoints, refusals, versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.model_ends import tie_embeddings, tied_weights
 from megatron_zb.megatron_core.placement import StageLayout
 from megatron_zb.megatron_core.planned_steps import LengthsOf, ReadAhead
 from megatron_zb.megatron_core.refusals import Asked
-from megatron_zb.megatron_core.versions import HYBRID_PATTERNS, RESHARDABLE
 from megatron_zb.megatron_lm import fingerprint
 from megatron_zb.megatron_lm.adapter_of_arguments import (
     DIVISION,
@@ -107,7 +107,8 @@ class Pipeline:
         self.settings = settings
         self.steps_done = 0
         """Steps of training until now; to be set after a resume if layers have random streams."""
-        args = _arguments(settings, model)
+        args = settings.as_arguments(model, **hybrid.sizes_of(model))
+        self._pattern = hybrid.pattern_of(model)
         self.adapter = adapter_of(args, steps_done=lambda: self.steps_done)
         for line in prepare_overlap(args):
             self.adapter.say(line)
@@ -139,6 +140,11 @@ class Pipeline:
             self._undo.pop()()
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether a pattern gives the kinds of the model's layers."""
+        return self._pattern is not None
+
+    @property
     def virtual_pipeline_size(self) -> int | None:
         """Value for ``virtual_pipeline_model_parallel_size``, wherever a trainer requests it."""
         return self.adapter.virtual_pipeline_size
@@ -152,7 +158,7 @@ class Pipeline:
         Raises:
             UsageError: its sizes are others, or it cannot be combined with the schedule.
         """
-        args = _arguments(self.settings, model)
+        args = self.settings.as_arguments(model, **hybrid.sizes_of(model))
         prepare_overlap(args)
         self._check_sizes(args)
         adapter, schedule = self.adapter, self.adapter.schedule
@@ -164,7 +170,7 @@ class Pipeline:
             setattr(model, _GROUP, 1)  # trainers round the number of microbatches up to it
         if getattr(model, "delay_wgrad_compute", False):
             model.delay_wgrad_compute = False
-        if adapter.placed.needs_layout:
+        if adapter.placed.needs_layout and not self.is_hybrid:
             self._set_layout(model)
         if not isinstance(model, argparse.Namespace):
             model.finalize_model_grads_func = adapter.finalize_model_grads
@@ -254,9 +260,18 @@ class Pipeline:
                 "GPTModelProvider"
             )
         self.prepare(provider)
-        provider.provide = self.builder(provider.provide)
+        provide = provider.provide
+        if self.is_hybrid:
+            provide = hybrid.by_chunks(provider, provide)
+        provider.provide = self.builder(provide)
 
     def _check_sizes(self, args: argparse.Namespace) -> None:
+        pattern = hybrid.pattern_of(args)
+        if pattern != self._pattern:
+            raise UsageError(
+                f"the hybrid layer pattern of the model is {pattern}, but the schedule was "
+                f"installed for {self._pattern}: install it with a model that has the same pattern"
+            )
         layers = "".join(self.adapter.layer_layout.letters)
         sizes = {
             "num_layers": (args.num_layers, layers.count("t")),
@@ -285,7 +300,11 @@ class Pipeline:
         yield everywhere(parallel_state, "initialize_model_parallel", run.initialize_model_parallel)
         yield replace_static(PipelineParallelLayerLayout, "from_str", run.layout_from_str)
         yield replace_method(TECudaGraphHelper, "create_cudagraphs", run.create_graphs)
-        yield replace_method(DistributedOptimizer, RESHARDABLE, checkpoints.save_without_padding)
+        for module, name in versions.hybrid_segments() if self.is_hybrid else ():
+            yield everywhere(module, name, run.select_segment)
+        yield replace_method(
+            DistributedOptimizer, versions.RESHARDABLE, checkpoints.save_without_padding
+        )
         yield replace_method(DistributedOptimizer, checkpoints.BOUND, checkpoints.load_bound)
         if self.adapter.physical.mirrored:
             stages = run.stage_data
@@ -315,16 +334,6 @@ def _asks_for_embedding(module: str) -> bool:
 def _takes_group_size(name: str) -> bool:
     """Return whether the number of microbatches must be divisible by a group size."""
     return name not in catalog.names() or catalog.family(name).takes_group_size
-
-
-def _arguments(settings: Settings, model: Any) -> argparse.Namespace:
-    args = settings.as_arguments(model)
-    for name in HYBRID_PATTERNS:
-        if getattr(args, name, None):
-            raise UsageError(
-                f"{name} places layers by itself: train hybrid models by Megatron-LM's command line"
-            )
-    return args
 
 
 def _check_time() -> None:
@@ -382,8 +391,8 @@ class _Run(ScheduledRun):
     def _check_model(self, chunk: Any, before: Sequence[tuple[Any, dict[str, Any]]] = ()) -> None:
         super()._check_model(chunk, before)
         layout, ours = chunk.config.pipeline_model_parallel_layout, self.adapter.layer_layout
-        if self._failure is not None:
-            return
+        if self._failure is not None or self._pipeline.is_hybrid:
+            return  # of a hybrid model, the schedule itself has chosen the layers
         if not self.adapter.placed.needs_layout:
             self._check_division(chunk.config)
         elif (type(layout), str(layout)) != (StageLayout, str(ours)):

@@ -84,13 +84,17 @@ class Settings(ScheduleSettings):
         settings.parsed("pipeline_random_streams", self.pipeline_random_streams, ("rank", "layer"))
         super().__post_init__()
 
-    def as_arguments(self, model: Any) -> argparse.Namespace:
+    def as_arguments(self, model: Any, **known: Any) -> argparse.Namespace:
         """Return the arguments that Megatron-LM would have for these settings and a model.
+
+        Args:
+            model: as for :func:`megatron_zb.bridge.install`.
+            known: arguments that take the place of the model's attributes.
 
         Raises:
             UsageError: the model does not know its sizes, or chooses a schedule itself.
         """
-        given = vars(model)
+        given = {**vars(model), **known}
         for name in _SIZES:
             if given.get(name) is None:
                 raise UsageError(f"{name} is missing in the {type(model).__name__} of the model")

@@ -21,10 +21,11 @@ from brief_searches import briefly
 from found_on_ranks import same, whole
 from ranks import RankPools
 
-from megatron_zb.bridge import Settings, install
+from megatron_zb.bridge import Settings, hybrid, install
 from megatron_zb.bridge.pipeline import IMPORTER_MODULE
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import forward_backward as runtime
+from megatron_zb.megatron_core import versions
 from megatron_zb.schedules.request import Limit
 
 FULL = pytest.mark.full
@@ -464,11 +465,6 @@ def test_settings_say_what_is_wrong_with_them() -> None:
             "--num-virtual-stages-per-pipeline-rank asks for 4 chunks per pipeline rank, but "
             "--pipeline-schedule v-half has 2: leave --num-virtual-stages-per-pipeline-rank out",
         ),
-        (
-            {"hybrid_layer_pattern": "M*"},
-            "hybrid_layer_pattern places layers by itself: train hybrid models by Megatron-LM's "
-            "command line",
-        ),
     ],
 )
 def test_a_model_that_cannot_be_served_is_refused(changes: dict[str, Any], expected: str) -> None:
@@ -477,6 +473,89 @@ def test_a_model_that_cannot_be_served_is_refused(changes: dict[str, Any], expec
     with pytest.raises(UsageError) as found:
         install(V_HALF, model)
     assert str(found.value) == expected
+
+
+def test_a_hybrid_model_needs_the_function_that_places_its_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(versions, "hybrid_segments", list)
+    model = argparse.Namespace(hybrid_layer_pattern="*-*-", pipeline_model_parallel_size=2)
+    with pytest.raises(UsageError, match=r"'\*-\*-' needs megatron-core 0.17 or newer"):
+        install(V_HALF, model)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "pattern"),
+    [
+        ({"num_layers": 4}, None),
+        ({"hybrid_layer_pattern": "*-M-"}, "*-M-"),
+        ({"hybrid_override_pattern": "*-M-", "hybrid_layer_pattern": None}, "*-M-"),
+        (
+            {
+                "hybrid_layer_pattern": "*-",
+                "mtp_hybrid_override_pattern": "*E",
+                "mtp_num_layers": 2,
+            },
+            "*-/*E/*E",
+        ),
+        (
+            {
+                "hybrid_layer_pattern": "*-/*E",
+                "mtp_hybrid_override_pattern": "*E",
+                "mtp_num_layers": 1,
+            },
+            "*-/*E",
+        ),
+        (
+            {
+                "hybrid_layer_pattern": "*-",
+                "mtp_hybrid_override_pattern": "*E",
+                "mtp_num_layers": None,
+            },
+            "*-",
+        ),
+    ],
+)
+def test_the_pattern_of_a_provider_has_its_predicted_layers(
+    attributes: dict[str, Any], pattern: str | None
+) -> None:
+    assert hybrid.pattern_of(argparse.Namespace(**attributes)) == pattern
+
+
+def test_a_provider_without_virtual_stages_builds_chunks() -> None:
+    """It restores what it has changed, also where building fails."""
+    built: list[Any] = []
+
+    class Provider:
+        virtual_pipeline_model_parallel_size: int | None = 2
+
+    provider = Provider()
+
+    def model(**given: Any) -> Any:
+        assert provider.virtual_pipeline_model_parallel_size == 2
+        built.append(given)
+        if given["config"] == "wrong":
+            raise ValueError("wrong")
+        return given
+
+    source = (
+        "def provide(config, vp_stage=None):\n"
+        "    assert provider.virtual_pipeline_model_parallel_size is None and vp_stage is None\n"
+        "    return MCoreHybridModel(config=config)\n"
+    )
+    names: dict[str, Any] = {"MCoreHybridModel": model, "provider": provider}
+    exec(source, names)  # as in a module of its own
+    build = hybrid.by_chunks(provider, names["provide"])
+    assert build("a config", vp_stage=1) == {"config": "a config", "vp_stage": 1}
+    with pytest.raises(ValueError, match="wrong"):
+        build("wrong", vp_stage=0)
+    assert names["MCoreHybridModel"] is model
+    assert provider.virtual_pipeline_model_parallel_size == 2
+
+    def other(config: Any, vp_stage: int | None = None) -> Any:
+        return config, vp_stage
+
+    assert hybrid.by_chunks(provider, other) is other
 
 
 def prepared_divisions() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
 from megatron.bridge.peft import utils as peft_utils
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.eval import evaluate
@@ -39,6 +40,7 @@ from megatron.core.rerun_state_machine import (
     initialize_rerun_state_machine,
 )
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.utils import unwrap_model
 
@@ -85,6 +87,29 @@ def new_provider(pipeline_size: int, **options: Any) -> GPTModelProvider:
     return GPTModelProvider(**usual | options)
 
 
+def new_hybrid_provider(pipeline_size: int, pattern: str, **options: Any) -> HybridModelProvider:
+    """Bridge's provider of a hybrid model, whose layers have stand-ins for kernels of a GPU."""
+    from hybrid_layers import STACK
+
+    usual: dict[str, Any] = {
+        "hybrid_layer_pattern": pattern,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 64,
+        "hybrid_stack_spec": STACK,
+        "mamba_head_dim": 8,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 8,
+        "position_embedding_type": "rope",
+        "pipeline_model_parallel_size": pipeline_size,
+        "attention_backend": AttnBackend.unfused,
+        "params_dtype": torch.float32,
+        "bf16": False,
+        **ON_A_CPU,
+    }
+    return HybridModelProvider(**usual | options)
+
+
 def imported_provider(bridge: AutoBridge, pipeline_size: int) -> GPTModelProvider:
     """The provider for a model in Hugging Face's format, whose weights Bridge then imports."""
     provider = bridge.to_megatron_provider()
@@ -111,7 +136,7 @@ class BridgeJob:
 
     def __init__(
         self,
-        provider: GPTModelProvider,
+        provider: GPTModelProvider | HybridModelProvider,
         *,
         adapted: bool = False,
         draws: bool = True,
