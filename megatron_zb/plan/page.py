@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_zb import schedules
-from megatron_zb.drawing import html_page, html_run
+from megatron_zb.drawing import html_drawing, html_page, html_run
 from megatron_zb.drawing.chart import (
     MEMORY_SHADES,
     MILLISECONDS,
@@ -327,12 +327,17 @@ def _picture(row: Prediction, place: int) -> dict[str, Any]:
 
 
 def _explorer(plan: Plan) -> dict[str, Any]:
-    """Return the explorer's variables: the fastest row with a pipeline comes first.
+    """Return the explorer's variables: the fastest row that the explorer can draw comes first.
 
-    The other rows of the same sizes and costs follow.
+    It has a pipeline, whole microbatches and no passes of vocabulary parallelism. The other rows of
+    the same sizes and costs follow.
     """
     whole = [row for row in plan.ranked if row.slicing is None]
-    with_pipeline = [(r.costs, r.timeline) for r in whole if r.costs and r.timeline]
+    with_pipeline = [
+        (row.costs, row.timeline)
+        for row in whole
+        if row.costs and row.timeline and html_drawing.is_text(row.timeline.schedule)
+    ]
     if not with_pipeline:
         shown = schedules.build("1f1b", pipeline_size=4, num_microbatches=8)
         equal = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from brief_searches import briefly
+from pages import Page
 from small_models import ROOT, SMALL, a100, load, small
 
 from megatron_zb import schedules
@@ -398,6 +399,11 @@ def test_a_page_of_a_plan_draws_what_has_colours(tmp_path: Path) -> None:
     save_plan(tmp_path / "plan.html", found)
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "--pipeline-vocabulary on" in page
+    explorer = json.loads(Page(page).root.one("script", id="explorer-data").text)
+    first = next(
+        row.timeline for row in found.ranked if row.timeline and not row.vocabulary_parallel
+    )
+    assert explorer["names"][0] == first.schedule.name
     only_cut = replace(found, ranked=found.ranked[:1])
     save_plan(tmp_path / "sharded.html", only_cut)
 

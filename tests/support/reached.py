@@ -238,8 +238,8 @@ class Reached:
 class Nearby:
     """Test files that name a module, of those that lie beside it in ``tests``; nothing is recorded.
 
-    After them come those that compare whole results, of the folder and of the commands. Not all
-    that can reach a mutant: enough for a few drawn ones, in seconds.
+    After the first two come those that compare whole results, of the folder and of the commands.
+    Not all that can reach a mutant: enough for a few drawn ones, in seconds.
     """
 
     def __init__(self, root: Path) -> None:
@@ -257,8 +257,12 @@ class Nearby:
             for folder in dict.fromkeys([folder, "cli"])
             for file in sorted((self._root / "tests" / folder).glob("test_recorded_*.py"))
         ]
-        found = dict.fromkeys([*(naming or beside), *whole])
+        own = naming or beside
+        found = dict.fromkeys([*own[:_FIRST], *whole, *own[_FIRST:]])
         return [file.relative_to(self._root).as_posix() for file in found]
+
+
+_FIRST = 2
 
 
 def _size(file: Path) -> int:
