@@ -404,6 +404,7 @@ def test_a_page_of_a_plan_draws_what_has_colours(tmp_path: Path) -> None:
         row.timeline for row in found.ranked if row.timeline and not row.vocabulary_parallel
     )
     assert explorer["names"][0] == first.schedule.name
+    assert explorer["orders"][0]["costs"]["activation"] == list(first.costs.activation)
     only_cut = replace(found, ranked=found.ranked[:1])
     save_plan(tmp_path / "sharded.html", only_cut)
 
