@@ -89,20 +89,24 @@ def new_provider(pipeline_size: int, **options: Any) -> GPTModelProvider:
 
 def new_hybrid_provider(pipeline_size: int, pattern: str, **options: Any) -> HybridModelProvider:
     """Bridge's provider of a hybrid model, whose layers have stand-ins for kernels of a GPU."""
-    from hybrid_layers import STACK
+
+    def layers() -> Any:  # a function, as Bridge copies its providers, and not every layer can be
+        from hybrid_layers import STACK
+
+        return STACK
 
     usual: dict[str, Any] = {
         "hybrid_layer_pattern": pattern,
         "hidden_size": 32,
         "num_attention_heads": 4,
         "ffn_hidden_size": 64,
-        "hybrid_stack_spec": STACK,
+        "hybrid_stack_spec": layers,
         "mamba_head_dim": 8,
         "mamba_num_groups": 2,
         "mamba_state_dim": 8,
         "position_embedding_type": "rope",
         "pipeline_model_parallel_size": pipeline_size,
-        "attention_backend": AttnBackend.unfused,
+        "attention_backend": AttnBackend.auto,
         "params_dtype": torch.float32,
         "bf16": False,
         **ON_A_CPU,

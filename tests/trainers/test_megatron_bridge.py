@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,20 +207,23 @@ def rotated() -> tuple[bool, bool]:
     """Whether the rotary embeddings of a step are those of the data's positions, and of places."""
     from megatron_bridge_trainer import LENGTH, MICROBATCHES, packed_batches
 
-    found: list[torch.Tensor] = []
+    # a queue, as a run on slices refuses a list that forwards append to
+    found: SimpleQueue[torch.Tensor] = SimpleQueue()
     batches = partial(packed_batches, "current")
     with bridge_job("zb-h1", 4, {}, batches=batches) as (job, _):
         rotary = get_attr_wrapped_model(job.model[0], "rotary_pos_emb")
         table, sliced = type(rotary).forward(rotary, LENGTH), rotary.forward
 
         def noted(*args: Any, **options: Any) -> Any:
-            found.append(sliced(*args, **options))
-            return found[-1]
+            rows: torch.Tensor = sliced(*args, **options)
+            found.put(rows)
+            return rows
 
         rotary.forward = noted
         job.train_one_step()
+    noted_rows = [found.get() for _ in range(found.qsize())]
     positions = [batch["position_ids"][0] for batch in islice(batches(), MICROBATCHES)]
-    restarting, rows = table[torch.cat(positions)], torch.cat(found)
+    restarting, rows = table[torch.cat(positions)], torch.cat(noted_rows)
     return torch.equal(rows, restarting), torch.equal(rows, table.repeat(MICROBATCHES, 1, 1, 1))
 
 
