@@ -42,6 +42,11 @@ def of_kind(mark: str, kind: str) -> str:
     return f"{mark} {kind}" if kind else mark
 
 
+def _mark_of(name: str) -> str:
+    """Return the mark without the kind of :func:`of_kind`."""
+    return name.partition(" ")[0]
+
+
 def segments(start: float, end: float, marks: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Return the seconds of one pass by mark; the time before the first one is ``BEFORE``."""
     found: dict[str, float] = {}
@@ -70,7 +75,7 @@ class StageTimes:
 def of_stages(stages: Sequence[StageTimes]) -> Parts | None:
     """Derive the parts; return None where the layers of a stage could not be separated."""
     held = [s for s in stages if "t" in s.layers]
-    if not held or not all(_has_layers(of, s.kinds) for s in held for of in _ways(s)):
+    if not held or not all(LAYERS in map(_mark_of, of) for s in held for of in _ways(s)):
         return None
     passes = [
         _around(stages, _forward, first="E", last="L"),
@@ -179,7 +184,7 @@ def _per_layer(stages: Sequence[StageTimes], of: _Of, marks: Sequence[str]) -> f
         total = sum(n * _of_letter(stages, of, kind, marks) for kind, n in counts.items())
         return total / counts.total()
     return _median(
-        sum(_of(s, of, of_kind(mark, kind)) for mark in marks for kind in {"", *s.kinds}) / n
+        sum(seconds for name, seconds in of(s).items() if _mark_of(name) in marks) / n
         for s in stages
         if (n := s.layers.count("t"))
     )
@@ -203,10 +208,6 @@ def _letters(stages: Sequence[StageTimes]) -> list[str]:
 def _ways(stage: StageTimes) -> tuple[Segments, Segments]:
     """Return the passes in which the layers of a stage must be told apart."""
     return stage.forward, stage.backward
-
-
-def _has_layers(of: Segments, kinds: str) -> bool:
-    return any(of_kind(LAYERS, kind) in of for kind in {"", *kinds})
 
 
 def _of(stage: StageTimes, of: _Of, name: str) -> float:

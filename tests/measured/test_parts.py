@@ -358,6 +358,9 @@ def test_layers_of_a_hybrid_model_that_one_stage_cannot_tell_apart_count_alike()
     assert {kind: of.forward for kind, of in found.letters.items()} == {"*": 3.0, "-": 1.0}
     assert of_both.letters == {}
     assert (of_both.layer.forward, of_both.layer.backward) == (2.0, 2.0)
+    unknown = parts.of_stages([StageTimes("EttL", kinds, kinds, kinds, kinds)])
+    assert unknown is not None and unknown.letters == {}, "the pattern is not known"
+    assert unknown.layer.forward == 2.0
 
 
 def test_a_segment_lasts_from_its_mark_to_the_next() -> None:
