@@ -84,11 +84,13 @@ class Balance:
         return f"layers are balanced for {self.ends}: {self.gain:.1%} less time than evenly spread"
 
 
-def measured(path: Path, sizes: Mapping[str, int]) -> Ends:
-    """Read the ends from a file of ``--pipeline-profile``.
+def measured(path: Path, sizes: Mapping[str, int], pattern: str = "") -> Ends:
+    """Read the ends, and the work of a hybrid model's layers, from a profile of a run.
 
     Args:
+        path: the file.
         sizes: layers, hidden_size, sequence_length and tensor of the run.
+        pattern: that of a hybrid model.
 
     Raises:
         UsageError: the file is wrong, or of another model.
@@ -101,9 +103,30 @@ def measured(path: Path, sizes: Mapping[str, int]) -> Ends:
                 f"{LAYOUT_FLAG} {path}: the profile is of a run with {flag} {found}, this one has "
                 f"{flag} {sizes[name]}: profile this model"
             )
+    _check_pattern(profile, path, pattern.replace("|", ""))
     fit = Fit.of(profile)
     kept = fit.in_layers(sharded=True)[1] if profile.multi_token else 0.0
-    return Ends(*fit.in_layers(), f"measured, {path}", profile, kept=kept)
+    return Ends(*fit.in_layers(), f"measured, {path}", profile, kept=kept, work=fit.work)
+
+
+def _check_pattern(profile: Profile, path: Path, pattern: str) -> None:
+    """Refuse the profile of another pattern, or one without the costs of its letters.
+
+    Raises:
+        UsageError: it is such a profile.
+    """
+    found = profile.model.pattern or ""
+    if found and found != pattern:
+        this = f"has {pattern}" if pattern else "is no hybrid model"
+        raise UsageError(
+            f"{LAYOUT_FLAG} {path}: the profile is of a run with --hybrid-layer-pattern {found}, "
+            f"this one {this}: profile this model"
+        )
+    if pattern and not (profile.parts and profile.parts.letters):
+        raise UsageError(
+            f"{LAYOUT_FLAG} {path}: the profile cannot tell the layers of a hybrid model apart: "
+            f"profile this model again, give {AUTO_LAYOUT}, or write '|' into its pattern"
+        )
 
 
 def costs_of(layers: int, pipeline_size: int, ends: Ends) -> Costs:
@@ -233,7 +256,7 @@ def of_arguments(value: str, args: Any, pattern: str = "") -> Ends:
             "sequence_length": args.seq_length,
             "tensor": args.tensor_model_parallel_size,
         }
-        found, by_sizes = measured(Path(value), sizes), ends_of(args)
+        found, by_sizes = measured(Path(value), sizes, pattern), ends_of(args, pattern)
         return found if by_sizes is None else replace(found, shard_overhead=by_sizes.shard_overhead)
     instead = f"give a file of --pipeline-profile instead of {AUTO_LAYOUT}"
     if not has_attention_sizes(args):

@@ -12,7 +12,7 @@ import errno
 import re
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -206,20 +206,32 @@ def _nearest(kind: type[Section], location: tuple[Any, ...]) -> str:
 
 def _holder(kind: type[Section], location: tuple[Any, ...]) -> type[Section] | None:
     """Return the section of the last part of a location; a number is an index of a list."""
-    for part in location[:-1]:
-        if isinstance(part, int):
-            continue
-        field = kind.model_fields.get(str(part))
-        inner = section_of(field) if field else None
-        if inner is None:
-            return None
-        kind = inner
-    return kind
+    return _resolved(kind, location)[0]
 
 
 def _field(kind: type[Section], location: tuple[Any, ...]) -> FieldInfo | None:
-    holder = _holder(kind, location) if location else None
-    return holder.model_fields.get(str(location[-1])) if holder else None
+    return _resolved(kind, location)[1]
+
+
+def _resolved(
+    kind: type[Section], location: tuple[Any, ...]
+) -> tuple[type[Section] | None, FieldInfo | None]:
+    """Return the section of the last part of a location, and its field.
+
+    A number is an index of a list. A part behind a field of sections by their names is a name, and
+    has this field.
+    """
+    holder: type[Section] | None = kind
+    inner, field, is_name = holder, None, False
+    for part in location:
+        holder = inner
+        if isinstance(part, int) or is_name:
+            field, is_name = field if is_name else None, False
+            continue
+        field = holder.model_fields.get(str(part)) if holder else None
+        inner = section_of(field) if field else None
+        is_name = field is not None and get_origin(field.annotation) is dict
+    return holder, field
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:

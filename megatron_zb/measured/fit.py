@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import median
+from functools import cached_property
+from itertools import islice, pairwise
+from statistics import fmean, median
 from typing import Protocol
 
-from megatron_zb.measured.profile import Parts, Profile, VocabularyTimes
+from megatron_zb.measured.profile import Parts, PartSeconds, Profile, VocabularyTimes
 from megatron_zb.measured.usual_gpu import ShardOverhead
 from megatron_zb.schedules import Costs, layout
 from megatron_zb.schedules.layout import Layout
@@ -53,19 +54,34 @@ _USUAL = Variant()
 
 @dataclass(frozen=True)
 class FittedPart:
-    """One quantity of a layer, of the two ends of the model, and of a stage by itself."""
+    """One quantity of a layer, of the two ends of the model, and of a stage by itself.
+
+    ``layers`` are those of each decoder layer, or nothing if they are alike; ``layer`` is the mean.
+    """
 
     layer: float
     embedding: float
     output: float
     stage: float = 0.0
+    layers: tuple[float, ...] = ()
 
     @classmethod
-    def measured(cls, parts: Parts, name: str) -> FittedPart:
-        """Return the seconds of a kind of pass, as timed for each part."""
-        of = {part: getattr(seconds, name) for part, seconds in parts}
-        output = of["output"] + of["multi_token"]
-        return cls(of["layer"], of["embedding"], output, of["empty_pass"])
+    def measured(cls, parts: Parts, name: str, kinds: str = "") -> FittedPart:
+        """Return the seconds of a kind of pass, as timed for each part.
+
+        Args:
+            parts: the parts of the model.
+            name: the kind of pass.
+            kinds: a letter for each layer of a hybrid model.
+        """
+
+        def of(part: PartSeconds) -> float:
+            return float(getattr(part, name))
+
+        layers = tuple(of(parts.letters[kind]) for kind in kinds) if parts.letters else ()
+        layer = fmean(layers) if layers else of(parts.layer)
+        output = of(parts.output) + of(parts.multi_token)
+        return cls(layer, of(parts.embedding), output, of(parts.empty_pass), layers)
 
     @classmethod
     def fitted(cls, values: Sequence[float], layers: Sequence[str]) -> FittedPart:
@@ -93,7 +109,11 @@ class FittedPart:
 
     def stages(self, counts: Layout) -> list[float]:
         """Return the sum of each stage, with ``counts[s]`` layers on stage s."""
-        sums = [count * self.layer + self.stage for count in counts]
+        layers = iter(self.layers)
+        sums = [
+            (sum(islice(layers, count)) if self.layers else count * self.layer) + self.stage
+            for count in counts
+        ]
         sums[0] += self.embedding
         sums[-1] += self.output
         return sums
@@ -122,7 +142,8 @@ class Fit(CostModel):
         }
         if profile.parts is not None:
             measured = (*_SECONDS, "whole")
-            parts |= {name: FittedPart.measured(profile.parts, name) for name in measured}
+            kinds = profile.model.kinds
+            parts |= {name: FittedPart.measured(profile.parts, name, kinds) for name in measured}
         slowdown = _slowdowns(profile, parts)
         if profile.vocabulary is None:
             left = {
@@ -183,8 +204,13 @@ class Fit(CostModel):
         return costs.with_prediction() if profile.multi_token else costs
 
     def layouts(self, placement: Placement, variant: Variant) -> Sequence[Layout]:
-        """Return the even layout, and the one that counts the ends as so many layers."""
+        """Return the even layout, and the one that counts the ends as so many layers.
+
+        A layer of a hybrid model counts for as much as those of its kind take.
+        """
         ends = self.in_layers(sharded=variant.vocabulary_parallel)
+        if self.work:
+            return layout.weighed(self.work, placement, *ends)
         return layout.choices(self.profile.model.layers, placement, *ends)
 
     def costs(self, placement: Placement, counts: Layout, variant: Variant = _USUAL) -> Costs:
@@ -233,6 +259,13 @@ class Fit(CostModel):
                 min(pair) for pair in zip(of["held_for_weight"], of["activation"], strict=True)
             ],
         )
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Work of each decoder layer by seconds, 1 in the mean; nothing if all are alike."""
+        layers = [self.parts[name].layers for name in _SECONDS]
+        mean = sum(self.parts[name].layer for name in _SECONDS)
+        return tuple(sum(seconds) / mean for seconds in zip(*layers, strict=True))
 
     def in_layers(self, *, sharded: bool = False) -> tuple[float, float]:
         """Return the number of layers that embedding and output layer count for, by seconds.

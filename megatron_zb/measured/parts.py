@@ -3,13 +3,15 @@
 A pass of a stage is what comes before its layers, the layers, and what comes after them: in F, the
 embedding stands before the layers and the output layer after them, in B and BW it is the other way
 round; an encoder counts as a part of the embedding. What a stage without that end spends there is
-what a pass costs by itself.
+what a pass costs by itself. The layers of a hybrid model have marks of their kind, see
+:func:`of_kind`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from megatron_zb.measured.profile import AttentionProfile, Parts, PartSeconds
@@ -29,8 +31,20 @@ BEFORE, DATA, ENCODER, LAYERS, ATTENTION, MULTI_TOKEN, OUTPUT, AFTER = (
 ``ATTENTION`` is what layers compute for pairs of queries and keys.
 """
 
+_WITHIN_LAYERS = (LAYERS, ATTENTION)
+
 Segments = Mapping[str, float]
 """Seconds of a pass by mark."""
+
+
+def of_kind(mark: str, kind: str) -> str:
+    """Return ``LAYERS`` or ``ATTENTION`` in layers of a kind; no letter if all layers are alike."""
+    return f"{mark} {kind}" if kind else mark
+
+
+def _mark_of(name: str) -> str:
+    """Return the mark without the kind of :func:`of_kind`."""
+    return name.partition(" ")[0]
 
 
 def segments(start: float, end: float, marks: Sequence[tuple[str, float]]) -> dict[str, float]:
@@ -45,34 +59,43 @@ def segments(start: float, end: float, marks: Sequence[tuple[str, float]]) -> di
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Mean seconds of the passes of a stage, by mark; ``layers`` are its letters."""
+    """Mean seconds of the passes of a stage, by mark; ``layers`` are its letters.
+
+    ``kinds`` are those of its decoder layers, a letter for each, if the model is a hybrid.
+    """
 
     layers: str
     forward: Segments
     backward: Segments
     weight: Segments
     whole: Segments
+    kinds: str = field(default="", kw_only=True)
 
 
 def of_stages(stages: Sequence[StageTimes]) -> Parts | None:
     """Derive the parts; return None where the layers of a stage could not be separated."""
-    if not all(LAYERS in s.forward and LAYERS in s.backward for s in stages if "t" in s.layers):
+    held = [s for s in stages if "t" in s.layers]
+    if not held or not all(LAYERS in map(_mark_of, of) for s in held for of in _ways(s)):
         return None
-    if not any("t" in s.layers for s in stages):
-        return None
-    kinds = [
+    passes = [
         _around(stages, _forward, first="E", last="L"),
         _around(stages, _backward, first="L", last="E"),
         _weights(stages),
-        _around(stages, lambda s: s.whole, first="L", last="E"),
+        _around(stages, _whole, first="L", last="E"),
     ]
     names = ("layer", "E", "L", "multi_token", "empty")
     of = {
-        name: PartSeconds(**dict(zip(_KINDS, seconds, strict=True)))
-        for name, seconds in ((name, [kind[name] for kind in kinds]) for name in names)
+        name: PartSeconds(**dict(zip(_OF, seconds, strict=True)))
+        for name, seconds in ((name, [kind[name] for kind in passes]) for name in names)
     }
     return Parts(
         layer=of["layer"],
+        letters={
+            kind: PartSeconds(
+                **{name: _of_letter(stages, of, kind, _WITHIN_LAYERS) for name, of in _OF.items()}
+            )
+            for kind in _letters(stages)
+        },
         embedding=of["E"],
         output=of["L"],
         multi_token=of["multi_token"],
@@ -87,14 +110,13 @@ def attention_of(stages: Sequence[StageTimes], lengths: Lengths) -> AttentionPro
         stages: mean seconds of the passes of all stages.
         lengths: of the microbatches that were measured.
     """
-    forward, backward = (_per_layer(stages, of, [ATTENTION]) for of in (_forward, _backward))
+    forward, backward = (_per_layer(stages, of, (ATTENTION,)) for of in (_forward, _backward))
     if not (forward and backward):
         return None
     tokens, squares = fmean(lengths.tokens), fmean(lengths.squares)
     return AttentionProfile(forward=forward, backward=backward, tokens=tokens, squares=squares)
 
 
-_KINDS = ("forward", "backward", "weight", "whole")
 _Of = Callable[[StageTimes], Segments]
 
 
@@ -104,6 +126,22 @@ def _forward(stage: StageTimes) -> Segments:
 
 def _backward(stage: StageTimes) -> Segments:
     return stage.backward
+
+
+def _weight(stage: StageTimes) -> Segments:
+    return stage.weight
+
+
+def _whole(stage: StageTimes) -> Segments:
+    return stage.whole
+
+
+_OF: dict[str, _Of] = {
+    "forward": _forward,
+    "backward": _backward,
+    "weight": _weight,
+    "whole": _whole,
+}
 
 
 def _around(stages: Sequence[StageTimes], of: _Of, first: str, last: str) -> dict[str, float]:
@@ -119,7 +157,7 @@ def _around(stages: Sequence[StageTimes], of: _Of, first: str, last: str) -> dic
 
     before, after = usual(BEFORE, first), usual(AFTER, last)
     return {
-        "layer": _layer(stages, of),
+        "layer": _per_layer(stages, of, _WITHIN_LAYERS),
         first: end_of(BEFORE, first, before),
         last: end_of(AFTER, last, after),
         "multi_token": _median(_of(s, of, MULTI_TOKEN) for s in stages if "m" in s.layers),
@@ -128,11 +166,9 @@ def _around(stages: Sequence[StageTimes], of: _Of, first: str, last: str) -> dic
 
 
 def _weights(stages: Sequence[StageTimes]) -> dict[str, float]:
-    def of(stage: StageTimes) -> Segments:
-        return stage.weight
-
+    of = _weight
     return {
-        "layer": _layer(stages, of),
+        "layer": _per_layer(stages, of, _WITHIN_LAYERS),
         # autograd sums that of the embedding itself in B
         "E": _median(_of(s, of, ENCODER) for s in stages if "E" in s.layers),
         "L": _median(_of(s, of, OUTPUT) for s in stages if "L" in s.layers),
@@ -141,13 +177,37 @@ def _weights(stages: Sequence[StageTimes]) -> dict[str, float]:
     }
 
 
-def _layer(stages: Sequence[StageTimes], of: _Of) -> float:
-    return _per_layer(stages, of, [LAYERS, ATTENTION])
+def _per_layer(stages: Sequence[StageTimes], of: _Of, marks: Sequence[str]) -> float:
+    """Return the seconds of a layer; in a hybrid model they are the mean of all layers."""
+    if _letters(stages):
+        counts = Counter("".join(s.kinds for s in stages))
+        total = sum(n * _of_letter(stages, of, kind, marks) for kind, n in counts.items())
+        return total / counts.total()
+    return _median(
+        sum(seconds for name, seconds in of(s).items() if _mark_of(name) in marks) / n
+        for s in stages
+        if (n := s.layers.count("t"))
+    )
 
 
-def _per_layer(stages: Sequence[StageTimes], of: _Of, names: Sequence[str]) -> float:
-    counts = [(s, s.layers.count("t")) for s in stages]
-    return _median(sum(_of(s, of, name) for name in names) / n for s, n in counts if n)
+def _of_letter(stages: Sequence[StageTimes], of: _Of, kind: str, marks: Sequence[str]) -> float:
+    """Return the seconds of a layer of a kind."""
+    return _median(
+        sum(_of(s, of, of_kind(mark, kind)) for mark in marks) / n
+        for s in stages
+        if (n := s.kinds.count(kind))
+    )
+
+
+def _letters(stages: Sequence[StageTimes]) -> list[str]:
+    """Return the kinds of a hybrid model's layers; none where a stage could not separate them."""
+    marked = (of_kind(LAYERS, kind) in of for s in stages for kind in s.kinds for of in _ways(s))
+    return list(dict.fromkeys(kind for s in stages for kind in s.kinds)) if all(marked) else []
+
+
+def _ways(stage: StageTimes) -> tuple[Segments, Segments]:
+    """Return the passes in which the layers of a stage must be told apart."""
+    return stage.forward, stage.backward
 
 
 def _of(stage: StageTimes, of: _Of, name: str) -> float:

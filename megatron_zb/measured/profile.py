@@ -20,7 +20,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.measured.config import Section
 from megatron_zb.measured.expert_all_to_all import HiddenAllToAll, PairTimes
-from megatron_zb.schedules import Costs
+from megatron_zb.schedules import Costs, layout
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.step_plan import AttentionWork
 
@@ -141,7 +141,10 @@ class AttentionProfile(Section):
 class Parts(Section):
     """Seconds of the model's parts for a microbatch; ``empty_pass`` is a pass by itself."""
 
-    layer: PartSeconds = Field(description="one transformer layer")
+    layer: PartSeconds = Field(description="one layer, the mean of a hybrid model's")
+    letters: dict[str, PartSeconds] = Field(
+        default={}, description="one layer of a hybrid model, by its letter in the pattern"
+    )
     embedding: PartSeconds = Field(description="the embedding, with its data")
     output: PartSeconds = Field(description="the output layer, with its loss")
     multi_token: PartSeconds = Field(description="multi-token prediction")
@@ -149,11 +152,13 @@ class Parts(Section):
 
     @model_validator(mode="after")
     def _a_layer_takes_time(self) -> Parts:
-        if not (self.layer.forward > 0 and self.layer.backward > 0):
-            raise ValueError(
-                "parts.layer: its forward and backward must be greater than 0, for example "
-                "forward: 0.0125"
-            )
+        named = {f"letters.{letter}": seconds for letter, seconds in self.letters.items()}
+        for name, seconds in {"layer": self.layer, **named}.items():
+            if not (seconds.forward > 0 and seconds.backward > 0):
+                raise ValueError(
+                    f"parts.{name}: its forward and backward must be greater than 0, for example "
+                    "forward: 0.0125"
+                )
         return self
 
 
@@ -231,6 +236,18 @@ class ProfiledModel(Section):
     vocabulary: int | None = Field(
         default=None, gt=0, le=_MOST, description="rows of the output layer", examples=[128256]
     )
+    pattern: str | None = Field(
+        default=None,
+        max_length=20_000,
+        pattern="^[^|]*$",
+        description="letters of a hybrid model's layers, without '|' between stages",
+        examples=["'M*-E'"],
+    )
+
+    @property
+    def kinds(self) -> str:
+        """A letter for each decoder layer of a hybrid model; none for others."""
+        return layout.pattern_kinds(self.pattern or "")
 
 
 class Profile(Section):
@@ -310,7 +327,22 @@ class Profile(Section):
                 f"stages: they have {layers} layers and the model has {self.model.layers}; every "
                 "stage says its own, for example layers: Ett"
             )
+        self._check_letters()
         return self
+
+    def _check_letters(self) -> None:
+        model, letters = self.model, {} if self.parts is None else self.parts.letters
+        if model.pattern is not None and len(model.kinds) != model.layers:
+            raise ValueError(
+                f"model.pattern has {len(model.kinds)} letters before '/' and the model has "
+                f"{model.layers} layers; write one letter for each"
+            )
+        if letters and set(letters) != set(model.kinds):
+            raise ValueError(
+                f"parts.letters: they are {_listed(letters)}, and the layers of model.pattern are "
+                f"{_listed(model.kinds)}; give seconds for each letter of the pattern, or leave "
+                "parts.letters out"
+            )
 
     @property
     def attention_work(self) -> AttentionWork | None:
@@ -490,6 +522,10 @@ def write_profile(profile: Profile, path: Path) -> None:
         note = f"ranks are those of the schedule: rank r is pipeline rank {last} - r of Megatron"
         text = f"# {note}\n{text}"
     files.write_text(path, text)
+
+
+def _listed(letters: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(letters)) or "none"
 
 
 def _numbers(placement: Placement) -> list[int]:

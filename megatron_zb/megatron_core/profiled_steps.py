@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from megatron_zb.measured.parts import (
     LAYERS,
     MULTI_TOKEN,
     OUTPUT,
+    of_kind,
 )
 from megatron_zb.measured.profile import Profile, ProfiledModel, write_profile
 from megatron_zb.measured.trace import of_spans, write_trace
@@ -38,12 +40,13 @@ from megatron_zb.megatron_core.step import (
     on_gpu,
     say_on_first_rank,
 )
+from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.runtime.activation_memory import HostMemory
 from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.runtime.link_times import clock_ahead, copy_times, link_times
 from megatron_zb.runtime.observer import Observer
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.layout import Letters
+from megatron_zb.schedules.layout import Letters, pattern_kinds
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.place_w import fuse_for_free, split_all
 from megatron_zb.schedules.step_plan import Lengths
@@ -139,8 +142,9 @@ class ProfilePart(StepPart):
         if step.forward_only:
             return
         if self.profiling is None:
+            kinds = _kinds_of(self._letters, _pattern_of(step))
             held = [
-                HeldStage(stage, step.logical, self._letters[stage])
+                HeldStage(stage, step.logical, self._letters[stage], kinds[stage])
                 for stage in step.physical.placement.stages_of[step.logical]
             ]
             self.profiling = Profiling(self._current, held, self._use.every)
@@ -300,8 +304,7 @@ def iterations_left(done: int, of: int | None, exit_interval: int | None) -> int
 
 
 def _described(step: Step, layers: int) -> ProfiledModel:
-    config, chunk = step.config, step.model[0]
-    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    config = step.config
     return ProfiledModel(
         layers=layers,
         hidden_size=config.hidden_size,
@@ -310,8 +313,26 @@ def _described(step: Step, layers: int) -> ProfiledModel:
         tensor=step.pg_collection.tp.size(),
         context=step.pg_collection.cp.size(),
         # rows of the whole output layer, which every chunk of Megatron's model has as a number
-        vocabulary=getattr(language_model(model), "vocab_size", None),
+        vocabulary=getattr(_model_of(step.model[0]), "vocab_size", None),
+        pattern=_pattern_of(step),
     )
+
+
+def _model_of(chunk: Any) -> Any:
+    return language_model(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True))
+
+
+def _pattern_of(step: Step) -> str | None:
+    """Return the letters of a hybrid model's layers without ``|``; None for other models."""
+    model = _model_of(step.model[0])
+    given = next(filter(None, (getattr(model, name, None) for name in HYBRID_PATTERNS)), None)
+    return None if given is None else str(given).replace("|", "")
+
+
+def _kinds_of(letters: Letters, pattern: str | None) -> list[str]:
+    """Return the kinds of each stage's decoder layers; none if the model is no hybrid."""
+    kinds = iter(pattern_kinds(pattern or ""))
+    return ["".join(islice(kinds, stage.count("t"))) for stage in letters]
 
 
 def _written(profile: Profile, spans: list[Spans], path: Path) -> str:
@@ -371,10 +392,12 @@ def _hooks(mark: Mark, model: Any) -> Iterator[Any]:
         _when_its_gradient_comes(_input_of(module, args, kwargs), mark, AFTER)
 
     yield decoder.register_forward_pre_hook(begins, with_kwargs=True)
+    layers = _layers_of(decoder)
+    last = layers[-1][0] if layers else ""
 
     def ends(output: Any) -> None:
         mark(AFTER)
-        _when_its_gradient_comes(output, mark, LAYERS)
+        _when_its_gradient_comes(output, mark, of_kind(LAYERS, last))
 
     norms = (getattr(decoder, name, None) for name in ("final_layernorm", "final_norm"))
     norm = next(filter(None, norms), None)  # a HybridModel has the latter
@@ -382,28 +405,63 @@ def _hooks(mark: Mark, model: Any) -> Iterator[Any]:
         yield norm.register_forward_pre_hook(lambda module, args: ends(args[0]))
     else:
         yield decoder.register_forward_hook(lambda module, args, output: ends(output))
-    for module in decoder.modules():
-        if hasattr(module, "core_attention"):
-            yield from _hooks_of_attention(mark, module.core_attention, lambda: has_run)
+    yield from _hooks_between_kinds(mark, layers)
+    for kind, part in layers or [("", decoder)]:
+        for module in part.modules():
+            if hasattr(module, "core_attention"):
+                yield from _hooks_of_attention(mark, module.core_attention, kind, lambda: has_run)
     yield from _hooks_of_prediction(mark, getattr(staged, "mtp", None))
 
 
-def _hooks_of_attention(mark: Mark, module: Any, is_split_off: Callable[[], bool]) -> Iterator[Any]:
+def _layers_of(decoder: Any) -> list[tuple[str, Any]]:
+    """Return the layers of a hybrid model's stage, each with the letter of its kind."""
+    kinds = getattr(decoder, "layer_type_list", ())
+    return list(zip(kinds, decoder.layers, strict=True)) if kinds else []
+
+
+def _hooks_between_kinds(mark: Mark, layers: Sequence[tuple[str, Any]]) -> Iterator[Any]:
+    """Yield hooks that mark the kind of each layer: in F where it begins, in B where the next ends.
+
+    Where Megatron recomputes a layer in B, this is marked as well. The end of the first layer in B
+    is that of all layers.
+    """
+
+    def begins(kind: str, before: str | None, module: Any, args: Any, kwargs: Any) -> None:
+        mark(of_kind(LAYERS, kind))
+        if before is not None:
+            _when_its_gradient_comes(_input_of(module, args, kwargs), mark, of_kind(LAYERS, before))
+
+    before = None
+    for kind, layer in layers:
+        yield layer.register_forward_pre_hook(partial(begins, kind, before), with_kwargs=True)
+        before = kind
+
+
+def _hooks_of_attention(
+    mark: Mark, module: Any, kind: str, is_split_off: Callable[[], bool]
+) -> Iterator[Any]:
     """Yield hooks that mark core attention, and in B from its output's gradient to its query's.
 
     Overlapped passes run a layer in pieces without its decoder, so that its layers cannot be timed
     separately.
+
+    Args:
+        mark: receives the name of the part that begins.
+        module: core attention.
+        kind: the letter of its layer in a hybrid model.
+        is_split_off: returns whether the decoder has run.
     """
+    within, around = of_kind(ATTENTION, kind), of_kind(LAYERS, kind)
 
     def begins(module: Any, args: Any, kwargs: Any) -> None:
         if is_split_off():
-            mark(ATTENTION)
-            _when_its_gradient_comes(kwargs.get("query", args[0] if args else None), mark, LAYERS)
+            mark(within)
+            _when_its_gradient_comes(kwargs.get("query", args[0] if args else None), mark, around)
 
     def ends(module: Any, args: Any, output: Any) -> None:
         if is_split_off():
-            mark(LAYERS)
-            _when_its_gradient_comes(output, mark, ATTENTION)
+            mark(around)
+            _when_its_gradient_comes(output, mark, within)
 
     yield module.register_forward_pre_hook(begins, with_kwargs=True)
     yield module.register_forward_hook(ends)
@@ -445,6 +503,8 @@ def _of_tasks(mark: Mark, model: Any) -> Callable[[tuple[torch.Tensor, ...]], No
         module = getattr(language_model(model), path, None)
         if module is not None:
             names |= {id(weight): name for weight in module.parameters()}
+    for kind, layer in _layers_of(getattr(language_model(model), "decoder", None)):
+        names |= {id(weight): of_kind(LAYERS, kind) for weight in layer.parameters()}
 
     def before(weights: tuple[torch.Tensor, ...]) -> None:
         mark(names.get(id(weights[0]), rest) if weights else AFTER)

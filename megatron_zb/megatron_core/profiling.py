@@ -80,11 +80,15 @@ Spans = list[tuple[Pass | None, float, float]]
 
 @dataclass(frozen=True)
 class HeldStage:
-    """A stage that this rank holds: its number, its logical rank, its layers as letters."""
+    """A stage that this rank holds: its number, its logical rank, its layers as letters.
+
+    ``kinds`` are those of its decoder layers, if the model is a hybrid.
+    """
 
     stage: int
     rank: int
     layers: str
+    kinds: str = ""
 
 
 class Profiling:
@@ -237,7 +241,11 @@ class Profiling:
         mine = _OfRank(
             stages={held.stage: self._stage(held, within, message) for held in self._held},
             times=[
-                StageTimes(held.layers, *(within[kind, held.stage] for kind in _TIMED_KINDS))
+                StageTimes(
+                    held.layers,
+                    *(within[kind, held.stage] for kind in _TIMED_KINDS),
+                    kinds=held.kinds,
+                )
                 for held in self._held
             ],
             host=_before_passes(split, whole),

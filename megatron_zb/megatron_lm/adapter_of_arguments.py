@@ -439,11 +439,6 @@ def _check_balance(args: argparse.Namespace, asked: str) -> None:
             f"{LAYOUT_FLAG} {asked} cannot place the layers of this model, which Megatron-LM "
             "places itself: leave it out"
         )
-    if _pattern(args) is not None and asked != AUTO_LAYOUT:
-        raise UsageError(
-            f"{LAYOUT_FLAG} {asked}: a profile cannot tell the layers of a hybrid model apart: "
-            f"give {AUTO_LAYOUT}, or write '|' into its pattern"
-        )
     _check_alone(args, f"{LAYOUT_FLAG} {asked}")
 
 

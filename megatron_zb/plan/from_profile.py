@@ -35,7 +35,7 @@ from megatron_zb.plan.strategy import (
     names_in,
     of_overlap,
 )
-from megatron_zb.plan.table import schedule_flags
+from megatron_zb.plan.table import schedule_flags, with_pattern
 from megatron_zb.schedules import Timeline, layout
 from megatron_zb.schedules.layout import Layers, Layout
 from megatron_zb.schedules.lowering import peak_with_messages
@@ -103,7 +103,10 @@ class MeasuredRow(PlanRow):
 
     @property
     def written(self) -> str:
-        """Layers of the stages, as Megatron's flag has them."""
+        """Layers of the stages, as Megatron's flag has them; of a hybrid model, its pattern."""
+        pattern = self.asked.profile.model.pattern
+        if pattern is not None:
+            return layout.placed_pattern(pattern, self.layout)
         return layout.text(layout.lettered(self.layout, self.asked.profile.multi_token))
 
     @property
@@ -146,6 +149,8 @@ class MeasuredRow(PlanRow):
         """Arguments for a pretrain script of Megatron-LM."""
         asked = self.asked
         words = schedule_flags(self, asked.memory_limit, asked.profile.multi_token)
+        if asked.profile.model.pattern is not None:
+            words = with_pattern(words, self.written)
         ranks = f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"
         words.insert(0 if self.megatron else 1, ranks)
         if not self.megatron and asked.is_back_to_back(self.runs):
@@ -397,7 +402,8 @@ def _print(
     top: int,
 ) -> None:
     profile = asked.profile
-    embedding, output = Fit.of(profile).in_layers()
+    fit = Fit.of(profile)
+    embedding, output = fit.in_layers()
     console.print(
         Text(
             f"{profile.pipeline_size} pipeline ranks of {profile.device}, "
@@ -406,6 +412,10 @@ def _print(
             style="bold",
         )
     )
+    if fit.work:
+        counts = dict(zip(profile.model.kinds, fit.work, strict=True))
+        said = ", ".join(f"{letter} for {count:.2f}" for letter, count in counts.items())
+        console.print(Text(f"layers by their letters, where the mean counts for 1: {said}"))
     unsplit = {number: stage.unsplit for number, stage in enumerate(profile.stages)}
     if any(unsplit.values()):
         said = ", ".join(f"{share:.0%} of stage {s}" for s, share in unsplit.items() if share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -101,9 +102,13 @@ def _schedule(prediction: Prediction) -> list[str]:
     words = schedule_flags(prediction, prediction.memory_limit, model.prediction_layers)
     if model.pattern is None:
         return words
-    # its segments give the chunks and the layers
+    return with_pattern(words, model.placed_pattern(prediction.layout))
+
+
+def with_pattern(words: Sequence[str], pattern: str) -> list[str]:
+    """Return the flags of a schedule with a hybrid pattern, whose segments are its stages."""
     rest = [word for word in words if not word.startswith(_OF_STAGES)]
-    return [*rest, f"--hybrid-layer-pattern '{model.placed_pattern(prediction.layout)}'"]
+    return [*rest, f"--hybrid-layer-pattern '{pattern}'"]
 
 
 def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -> list[str]:

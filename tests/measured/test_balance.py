@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from counted_sizes import arguments
-from measured_runs import HEAVY, LAYERS, P, profile
+from measured_runs import HEAVY, HYBRID, LAYERS, P, hybrid_profile, profile
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -128,6 +128,40 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path, field: str, words
     write_profile(profile(), path)
     with pytest.raises(UsageError, match=words):
         measured(path, {**SIZES, field: SIZES[field] + 1})
+
+
+def test_the_letters_of_a_profile_balance_a_hybrid_model(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    write_profile(hybrid_profile(output=2.0), path)
+    ends = measured(path, SIZES, HYBRID)
+    mean = (4 * 4 + 12) / 16
+    assert ends.work == pytest.approx([4 / mean] * 4 + [1 / mean] * 12)
+    assert ends.output == pytest.approx(2.0 / mean)
+    found = balanced(LAYERS, v_half(), ends)
+    assert found.gain > 0.2
+    of_other_size = schedules.build("zb-h1", pipeline_size=2, num_microbatches=8)
+    halves = balanced(LAYERS, of_other_size, ends).layers
+    assert halves[0] in (3, 4), "an even share is 15 of 30 MLPs, the output layer's 2 included"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "letters", "words"),
+    [
+        ("", True, r"a run with --hybrid-layer-pattern \*.*, this one is no hybrid model"),
+        ("*-" * 8, True, r"this one has \*-.*: profile this model"),
+        (HYBRID + "/*-", True, r"this one has .*/\*-: profile this model"),
+        (HYBRID, False, "cannot tell the layers of a hybrid model apart: profile this model again"),
+    ],
+)
+def test_a_profile_of_another_pattern_is_refused(
+    tmp_path: Path, pattern: str, letters: bool, words: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    write_profile(hybrid_profile() if letters else profile(), path)
+    with pytest.raises(UsageError, match=words):
+        measured(path, SIZES, pattern)
+    segmented = HYBRID.replace("-", "-|", 3)
+    assert letters is False or measured(path, SIZES, segmented).work
 
 
 def test_too_few_layers_are_refused() -> None:

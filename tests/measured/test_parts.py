@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from megatron_zb.measured.parts import (
     MULTI_TOKEN,
     OUTPUT,
     StageTimes,
+    of_kind,
 )
 from megatron_zb.measured.profile import Profile
 from megatron_zb.megatron_core.profiling import _before_passes, _mean_within
@@ -54,13 +56,24 @@ class Truth:
     after: Four = (0.0002, 0.0001, 0.0002, 0.0002)
     host: Four = (0.0005, 0.0006, 0.0001, 0.0004)
     outside: float = 0.005
+    letters: dict[str, Four] = field(default_factory=dict)
 
-    def segments(self, kind: int, letters: str) -> list[tuple[str, float]]:
+    def layers(self, kind: int, letters: str, kinds: str) -> list[tuple[str, float]]:
+        """The layers of a stage; of those of a hybrid model, ``*`` has the attention."""
+        found: list[tuple[str, float]] = []
+        for letter in kinds or [""] * letters.count("t"):
+            whole = self.letters[letter][kind] if letter else self.layer[kind]
+            attention = self.attention[kind] if letter in "*" else 0.0
+            attends = [(of_kind(ATTENTION, letter), attention)] if attention else []
+            half = (of_kind(LAYERS, letter), (whole - attention) / 2)
+            found += [half, *attends, half]
+        if kinds and kind == 0:
+            found.insert(0, (LAYERS, 0.0))
+        return (found if kind == 0 else found[::-1]) or [(LAYERS, 0.0)]
+
+    def segments(self, kind: int, letters: str, kinds: str = "") -> list[tuple[str, float]]:
         """What a pass of a stage does, in its order."""
-        rest = self.layer[kind] - self.attention[kind]
-        attends = [(ATTENTION, self.attention[kind])] if self.attention[kind] else []
-        layer = [(LAYERS, rest / 2), *attends, (LAYERS, rest / 2)]
-        layers = layer * letters.count("t") or [(LAYERS, 0.0)]
+        layers = self.layers(kind, letters, kinds)
         first = self.embedding[kind] if "E" in letters else 0.0
         last = self.output[kind] if "L" in letters else 0.0
         prediction = letters.count("m") * self.multi_token[kind]
@@ -86,12 +99,13 @@ class Truth:
         weights = [(OUTPUT, last), (MULTI_TOKEN, prediction), *layers]
         return [(BEFORE, before), *weights, (AFTER, after)]
 
-    def seconds(self, kind: int, letters: str) -> float:
-        return sum(seconds for _, seconds in self.segments(kind, letters))
+    def seconds(self, kind: int, letters: str, kinds: str = "") -> float:
+        return sum(seconds for _, seconds in self.segments(kind, letters, kinds))
 
-    def costs(self, placement: Placement, letters: Letters) -> schedules.Costs:
+    def costs(self, placement: Placement, letters: Letters, pattern: str = "") -> schedules.Costs:
         """Of a placement, host included."""
-        of = [[self.seconds(k, text) + self.host[k] for text in letters] for k in range(4)]
+        stages = list(zip(letters, kinds_of(letters, pattern), strict=True))
+        of = [[self.seconds(k, *stage) + self.host[k] for stage in stages] for k in range(4)]
         named: Any = dict(zip(KINDS, of, strict=True))
         return schedules.Costs.of_slices(pipeline_size=placement.pipeline_size, **named)
 
@@ -101,38 +115,48 @@ def letters_of(placement: Placement, multi_token: int = 0) -> Letters:
     return layout.lettered(counts, multi_token)
 
 
-def step(truth: Truth, schedule: schedules.Schedule, letters: Letters, rank: int) -> list[Span]:
+def kinds_of(letters: Letters, pattern: str) -> list[str]:
+    """The kinds of each stage's layers."""
+    kinds = iter(pattern)
+    return ["".join(islice(kinds, stage.count("t"))) for stage in letters]
+
+
+def step(
+    truth: Truth, schedule: schedules.Schedule, letters: Letters, rank: int, pattern: str = ""
+) -> list[Span]:
     """What a recorder of a rank that never waits would say of a step."""
+    kinds = kinds_of(letters, pattern)
     clock = 0.1
     spans: list[Span] = []
     for work in schedule.ranks[rank]:
         kind = PASSES.index(work.kind)
         clock += truth.host[kind] if spans else 0.0
         start, marks = clock, []
-        for name, seconds in truth.segments(kind, letters[work.stage]):
+        for name, seconds in truth.segments(kind, letters[work.stage], kinds[work.stage]):
             marks.append((name, clock))
             clock += seconds
         spans.append(Span(work, start, clock, tuple(marks[1:])))
     return spans
 
 
-def profile_of(truth: Truth, name: str, multi_token: int = 0) -> Profile:
+def profile_of(truth: Truth, name: str, multi_token: int = 0, pattern: str = "") -> Profile:
     """Of a run of a schedule, as :mod:`megatron_zb.megatron_core.profiling` puts it together."""
     usual = schedules.build(name, pipeline_size=P, num_microbatches=M)
     split, whole = split_all(usual), join_all(usual)
     placement = usual.placement
     letters = letters_of(placement, multi_token)
+    kinds = kinds_of(letters, pattern)
     times, stages = [], []
     for rank, held in enumerate(placement.stages_of):
         within = {
-            **_mean_within([step(truth, whole, letters, rank)] * 2),
-            **_mean_within([step(truth, split, letters, rank)] * 3),
+            **_mean_within([step(truth, whole, letters, rank, pattern)] * 2),
+            **_mean_within([step(truth, split, letters, rank, pattern)] * 3),
         }
         for stage in held:
             of = [within[kind, stage] for kind in PASSES]
-            times.append(StageTimes(letters[stage], *of))
+            times.append(StageTimes(letters[stage], *of, kinds=kinds[stage]))
     for stage, rank in enumerate(placement.rank_of):
-        seconds = {k: truth.seconds(i, letters[stage]) for i, k in enumerate(KINDS)}
+        seconds = {k: truth.seconds(i, letters[stage], kinds[stage]) for i, k in enumerate(KINDS)}
         memory = {"activation": 100 * letters[stage].count("t"), "held_for_weight": 10}
         stages.append({"rank": rank, "layers": letters[stage], **seconds, **memory})
     found, attention = parts.of_stages(times), parts.attention_of(times, PACKED)
@@ -147,7 +171,7 @@ def profile_of(truth: Truth, name: str, multi_token: int = 0) -> Profile:
             "pipeline_size": P,
             "num_microbatches": M,
             "message": 8,
-            "model": {**model, "tensor": 1, "context": 1},
+            "model": {**model, "tensor": 1, "context": 1, "pattern": pattern or None},
             "stages": stages,
             "links": [],
             "parts": found.model_dump(),
@@ -258,6 +282,85 @@ def test_attention_without_a_module_is_counted_as_before() -> None:
 def test_layers_that_have_no_marks_are_not_guessed() -> None:
     times = StageTimes("EttL", *[{BEFORE: 1.0}] * 4)
     assert parts.of_stages([times]) is None
+
+
+HYBRID = Truth(
+    letters={
+        "*": (0.016, 0.02, 0.01, 0.033),
+        "-": (0.004, 0.005, 0.004, 0.010),
+        "M": (0.008, 0.03, 0.001, 0.032),
+    }
+)
+PATTERN = "*-M-*M--"
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "v-half"])
+@pytest.mark.parametrize("multi_token", [0, 1])
+def test_the_letters_of_a_hybrid_model_are_those_that_were_put_in(
+    name: str, multi_token: int
+) -> None:
+    profile = profile_of(HYBRID, name, multi_token, PATTERN)
+    found = profile.parts
+    assert found is not None
+    assert list(found.letters) == ["*", "-", "M"]
+    for letter, seconds in HYBRID.letters.items():
+        measured = [getattr(found.letters[letter], kind) for kind in KINDS]
+        assert measured == pytest.approx(list(seconds), rel=1e-6), letter
+    mean = [sum(HYBRID.letters[kind][k] for kind in PATTERN) / LAYERS_IN_ALL for k in range(4)]
+    assert [getattr(found.layer, kind) for kind in KINDS] == pytest.approx(mean, rel=1e-6)
+    usual = profile_of(Truth(), name, multi_token).parts
+    assert usual is not None
+    for part in ("embedding", "output", "multi_token", "empty_pass"):
+        expected = pytest.approx(getattr(usual, part).total, rel=1e-6, abs=1e-9)
+        assert getattr(found, part).total == expected, part
+    assert profile.attention is not None
+    assert profile.attention.forward == pytest.approx(0.002 * 2 / LAYERS_IN_ALL)
+    assert profile.attention.backward == pytest.approx(0.005 * 2 / LAYERS_IN_ALL)
+
+
+def test_a_letter_that_takes_longer_makes_no_other_longer() -> None:
+    usual = profile_of(HYBRID, "v-half", 0, PATTERN).parts
+    assert usual is not None
+    for letter in HYBRID.letters:
+        longer = tuple(1.5 * seconds for seconds in HYBRID.letters[letter])
+        letters: Any = {**HYBRID.letters, letter: longer}
+        found = profile_of(Truth(letters=letters), "v-half", 0, PATTERN).parts
+        assert found is not None
+        for other, seconds in found.letters.items():
+            factor = 1.5 if other == letter else 1.0
+            assert seconds.total == pytest.approx(factor * usual.letters[other].total), other
+
+
+@pytest.mark.parametrize("profiled", ["zb-h1", "v-half"])
+@pytest.mark.parametrize("counts", [(2, 2, 2, 2), (1, 2, 3, 2), (1, 1, 1, 5), (0, 4, 3, 1)])
+def test_every_division_of_a_hybrid_model_takes_as_long_as_the_truth_says(
+    profiled: str, counts: tuple[int, ...]
+) -> None:
+    """Also those in which stages have other letters than in what was profiled."""
+    fit, placement = Fit.of(profile_of(HYBRID, profiled, 0, PATTERN)), v_shape(P)
+    found = fit.costs(placement, counts).for_placement(placement)
+    known = HYBRID.costs(placement, layout.lettered(counts), PATTERN).for_placement(placement)
+    assert found.forward == pytest.approx(known.forward, rel=2e-3)
+    assert found.backward == pytest.approx(known.backward, rel=2e-3)
+    assert found.weight == pytest.approx(known.weight, rel=2e-3)
+    work = [sum(HYBRID.letters[kind][:3]) for kind in PATTERN]
+    assert fit.work == pytest.approx([LAYERS_IN_ALL * one / sum(work) for one in work])
+
+
+def test_layers_of_a_hybrid_model_that_one_stage_cannot_tell_apart_count_alike() -> None:
+    """Such as frozen ones, which no gradient passes."""
+    kinds = {of_kind(LAYERS, "*"): 3.0, of_kind(LAYERS, "-"): 1.0}
+    apart = StageTimes("Ett", kinds, kinds, kinds, kinds, kinds="*-")
+    frozen = {LAYERS: 0.0, of_kind(LAYERS, "-"): 4.0}
+    partly = StageTimes("ttL", kinds, frozen, kinds, kinds, kinds="*-")
+    found, of_both = parts.of_stages([apart, apart]), parts.of_stages([apart, partly])
+    assert found is not None and of_both is not None
+    assert {kind: of.forward for kind, of in found.letters.items()} == {"*": 3.0, "-": 1.0}
+    assert of_both.letters == {}
+    assert (of_both.layer.forward, of_both.layer.backward) == (2.0, 2.0)
+    unknown = parts.of_stages([StageTimes("EttL", kinds, kinds, kinds, kinds)])
+    assert unknown is not None and unknown.letters == {}, "the pattern is not known"
+    assert unknown.layer.forward == 2.0
 
 
 def test_a_segment_lasts_from_its_mark_to_the_next() -> None:

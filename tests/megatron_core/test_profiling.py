@@ -24,6 +24,7 @@ from gpt_cases import (
     forward_backward,
     gradients,
     microbatches,
+    skip_without_hybrids,
 )
 from joined import EXPERTS
 from megatron.core import parallel_state
@@ -31,11 +32,14 @@ from megatron.core.models.common.model_chunk_schedule_plan import TransformerMod
 from rank_process import Kind
 from ranks import RankPools
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.fit import Fit
+from megatron_zb.measured.parts import AFTER, BEFORE, LAYERS, of_kind
 from megatron_zb.measured.profile import (
+    PartSeconds,
     Profile,
     ShardHost,
     StageProfile,
@@ -45,7 +49,7 @@ from megatron_zb.measured.profile import (
 from megatron_zb.measured.trace import compare
 from megatron_zb.megatron_core import profiling
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_core.profiled_steps import iterations_left
+from megatron_zb.megatron_core.profiled_steps import iterations_left, marking
 from megatron_zb.megatron_core.profiling import (
     ITERATIONS,
     PAIRED,
@@ -222,6 +226,116 @@ def test_the_profile_of_a_run_with_a_sharded_vocabulary(
     assert costs.shards is not None and Fit.of(profile).depths == depths
     kept, _ = (Fit.of(profile).in_layers(sharded=sharded)[1] for sharded in (True, False))
     assert (kept > 0.5) is (depths > 1)
+
+
+MAMBA = (("mamba_state_dim", 8), ("mamba_head_dim", 8), ("mamba_num_groups", 2))
+HYBRID = GPTCase(hybrid="*-M-*-M-", layers=8, options=MAMBA)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+def test_the_profile_of_a_hybrid_model_has_its_letters(
+    ranks: RankPools, tmp_path: Path, schedule: str
+) -> None:
+    skip_without_hybrids(HYBRID)
+    path, pool = tmp_path / "profile.yaml", ranks(2)
+    found = pool.run(train, case=HYBRID, schedule=schedule, iterations=ITERATIONS, path=path)
+    check_same(found, pool.run(train, case=HYBRID, schedule=None, iterations=1))
+    profile = read_profile(path)
+    assert profile.model.pattern == HYBRID.hybrid
+    parts = profile.parts
+    assert parts is not None and set(parts.letters) == set("*-M")
+    for seconds in parts.letters.values():
+        assert min(getattr(seconds, kind) for kind in PartSeconds.model_fields) > 0
+    for kind in PartSeconds.model_fields:
+        of = {letter: getattr(seconds, kind) for letter, seconds in parts.letters.items()}
+        mean = sum(of[letter] for letter in profile.model.kinds) / HYBRID.layers
+        assert getattr(parts.layer, kind) == pytest.approx(mean)
+    assert parts.letters["M"].forward > 2 * parts.letters["-"].forward, "its scan in torch is slow"
+    assert profile.attention is not None
+    assert 0 < 4 * profile.attention.forward < parts.letters["*"].forward
+
+
+class Ran(torch.autograd.Function):
+    """A layer's work, which is written down when it runs forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, log: list[str], letter: str) -> torch.Tensor:
+        ctx.log, ctx.letter = log, letter
+        log.append(f"F {letter}")
+        return 2 * value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.log.append(f"B {ctx.letter}")
+        return 2 * gradients[0], None, None
+
+
+class LetterLayer(torch.nn.Module):
+    def __init__(self, log: list[str], letter: str) -> None:
+        super().__init__()
+        self.log, self.letter = log, letter
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + self.weight * Ran.apply(hidden_states, self.log, self.letter)
+
+
+class LetterStack(torch.nn.Module):
+    """As Megatron's HybridStack, which knows the letters of its layers."""
+
+    def __init__(self, log: list[str], letters: str, recomputes: bool) -> None:
+        super().__init__()
+        self.layer_type_list = list(letters)
+        self.layers = torch.nn.ModuleList(LetterLayer(log, letter) for letter in letters)
+        self.recomputes = recomputes
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.recomputes:
+                hidden_states = checkpoint(layer, hidden_states, use_reentrant=True)
+            else:
+                hidden_states = layer(hidden_states=hidden_states)
+        return hidden_states
+
+
+class LetterModel(torch.nn.Module):
+    pre_process = post_process = True
+
+    def __init__(self, decoder: LetterStack) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.embedding = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self) -> torch.Tensor:
+        return self.decoder(1 * self.embedding).sum()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_each_layer_of_a_hybrid_model_runs_behind_its_own_mark(recomputes: bool) -> None:
+    log: list[str] = []
+    decoder, queue = LetterStack(log, "*--M*", recomputes), WeightGradQueue()
+    model = LetterModel(decoder)
+    with marking(log.append, [model], [queue]):
+        loss = model()
+        assert log[0] == BEFORE and log[-1] == AFTER
+        loss.backward()
+        assert log[-1] == AFTER
+        marked, ran = "", []
+        for each in log:
+            way, _, letter = each.partition(" ")
+            if way in ("F", "B"):
+                ran.append(each)
+                assert marked == of_kind(LAYERS, letter), log
+            else:
+                marked = each
+        backward = [of for letter in "*M--*" for of in (f"F {letter}", f"B {letter}")]
+        forward = [f"F {letter}" for letter in "*--M*"]
+        assert ran == forward + (backward if recomputes else backward[1::2])
+        assert queue.on_task is not None
+        for layer in decoder.layers:
+            queue.on_task((cast("LetterLayer", layer).weight,))
+        assert log[-5:] == [of_kind(LAYERS, letter) for letter in "*--M*"]
 
 
 @pytest.mark.slow
@@ -675,6 +789,15 @@ def stage(**changes: Any) -> list[dict[str, Any]]:
     return [{**first, **changes}, second]
 
 
+def of_letters(pattern: str | None, letters: str, **first: Any) -> dict[str, Any]:
+    """The profile of a hybrid model; ``first`` changes the seconds of its first letter."""
+    seconds = {"forward": 0.1, "backward": 0.1, "weight": 0.1, "whole": 0.2}
+    of = {letter: dict(seconds) for letter in letters}
+    of[letters[0]] |= first
+    model = {**profile()["model"], "pattern": pattern}
+    return profile(model=model, parts={**parts(), "letters": of})
+
+
 def pair_of(forward: int, backward: int, seconds: float = 0.2) -> dict[str, Any]:
     return {"forward": forward, "backward": backward, "whole": False, "seconds": seconds}
 
@@ -699,6 +822,22 @@ def pair_of(forward: int, backward: int, seconds: float = 0.2) -> dict[str, Any]
         (profile(pairs=[pair_of(0, 2)]), "pairs.0: stages 0 and 2 are not on one rank"),
         (profile(stages=stage(whole=0.3)), "stages: some tell their whole backward and some do"),
         ({k: v for k, v in profile().items() if k != "model"}, "'model' is missing.*layers: 32"),
+        (of_letters("*-", "*-", forward=-1.0), r"'parts.letters.\*.forward' is -1.0: .*: 0.0125"),
+        (of_letters("*-", "*-", forward=0.0), r"parts.letters.\*: its forward and backward must"),
+        (of_letters("*-", "*-", weights=0.1), "did you mean weight, such as weight: 0.0125"),
+        (of_letters("*-", "*-", backward=[]), r"'parts.letters.\*.backward' is a list"),
+        (
+            of_letters("*-", "*"),
+            r"parts.letters: they are \*, and the layers of .* are \*, -; give",
+        ),
+        (
+            of_letters("*-", "*-M"),
+            r"they are \*, -, M, .*; give seconds for each letter of the pattern",
+        ),
+        (of_letters(None, "*-"), "they are .*, and the layers of model.pattern are none; give"),
+        (of_letters("*-*", "*-"), "model.pattern has 3 letters before '/' and the model has 2"),
+        (of_letters("*|-", "*-"), r"'model.pattern' is '\*\|-': .*pattern: 'M\*-E'"),
+        (profile(parts={**parts(), "letters": {"M": 1}}), "'parts.letters.M' is 1: .*M: {forward"),
     ],
 )
 def test_a_broken_profile_is_refused(tmp_path: Path, broken: dict[str, Any], said: str) -> None:

@@ -471,11 +471,6 @@ def test_a_hybrid_pattern_of_megatron_0_16_keeps_its_own_placement() -> None:
             "--mtp-num-layers 2 cannot be combined with --enable-optimizer-post-validation",
         ),
         (
-            "v-half --pipeline-layer-layout profile.yaml",
-            {"hybrid_layer_pattern": "M*-M" * 4},
-            "profile.yaml: a profile cannot tell the layers of a hybrid model apart: give auto",
-        ),
-        (
             "v-half --pipeline-layer-layout auto",
             {"hybrid_layer_pattern": "M*|-M|" * 3 + "M*|-M", "vocab_size": 64},
             "'|' in --hybrid-layer-pattern and --pipeline-layer-layout both say which",
@@ -537,6 +532,29 @@ def test_letters_of_a_pattern_are_costs(schedule: str) -> None:
     for segment, rank in zip(segments, adapter.schedule.placement.rank_of, strict=True):
         ranks[rank] += segment.count("E") * of_experts + segment.count("*") * of_attention
     assert max(ranks) < 1.25 * sum(ranks) / 4
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+def test_measured_letters_of_a_pattern_are_costs(schedule: str, tmp_path: Path) -> None:
+    """A file without them is refused."""
+    path = tmp_path / "run.yaml"
+    line = f"--pipeline-schedule {schedule} --pipeline-layer-layout {path}"
+    model = {"num_layers": None, "seq_length": 32}
+    write_profile(measured_runs.profile(), path)
+    pattern = measured_runs.HYBRID
+    with pytest.raises(UsageError, match="cannot tell the layers of a hybrid model apart: "):
+        adapter_of(parsed(line, hybrid_layer_pattern=pattern, **model))
+    write_profile(measured_runs.hybrid_profile(), path)
+    args = parsed(line, hybrid_layer_pattern=pattern, **model)
+    adapter = adapter_of(args)
+    balance = adapter.placed.balance
+    assert balance is not None and balance.gain > 0.15
+    segments = args.hybrid_layer_pattern.split("|")
+    assert "".join(segments) == pattern
+    ranks = [0.0] * 4
+    for segment, rank in zip(segments, adapter.schedule.placement.rank_of, strict=True):
+        ranks[rank] += sum(measured_runs.TIMES_OF[letter] for letter in segment)
+    assert max(ranks) <= 8, "an even share is 7"
 
 
 def test_chunks_of_a_table_are_not_those_of_a_pattern(table: Path) -> None:

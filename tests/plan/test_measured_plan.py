@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 from brief_searches import briefly
-from measured_runs import HEAVY, LAYER, LAYERS, P, profile, sharded_profile
+from measured_runs import (
+    HEAVY,
+    HYBRID,
+    LAYER,
+    LAYERS,
+    TIMES,
+    TIMES_OF,
+    P,
+    hybrid_profile,
+    profile,
+    sharded_profile,
+)
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
@@ -305,3 +316,56 @@ def test_a_limit_that_no_schedule_keeps_names_the_smallest_that_one_does() -> No
     assert found
     with briefly(), pytest.raises(LimitTooSmall):
         rows(replace(asked, memory_limit=0.99 * needed), candidates)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "v-zb"])
+def test_the_layers_of_a_hybrid_model_count_by_their_letters(name: str) -> None:
+    """The even layout has all attention on one rank of four, or on two."""
+    asked = ProfileRequest(hybrid_profile(), 8, None, post_validation=False)
+    found, missing = rows(asked, candidates_of([name])[2:])
+    assert missing == {}
+    (row,) = found
+    assert not row.is_even and row.seconds < 0.85 * row.seconds_even
+    segments = row.written.split("|")
+    assert "".join(segments) == HYBRID
+    assert len(segments) == row.timeline.schedule.placement.num_stages
+    work = [0.0] * P
+    for segment, rank in zip(segments, row.timeline.schedule.placement.rank_of, strict=True):
+        work[rank] += sum(TIMES_OF[letter] for letter in segment)
+    assert max(work) <= 8, "an even share is 7"
+    assert f"--hybrid-layer-pattern '{row.written}'" in row.flags
+    stray = ("--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank")
+    assert not any(flag.startswith(stray) for flag in row.flags)
+
+
+def test_a_layout_keeps_the_layers_of_prediction_in_its_pattern() -> None:
+    asked = ProfileRequest(hybrid_profile(prediction="*-"), 8, None, post_validation=False)
+    found, _ = rows(asked, candidates_of(["zb-h1", "interleaved"]))
+    assert {row.family for row in found} >= {"zb-h1", "interleaved", "1f1b"}
+    for row in found:
+        assert row.written.replace("|", "") == f"{HYBRID}/*-"
+        assert row.written.count("|") == row.timeline.schedule.placement.num_stages - 1
+
+
+def test_without_the_seconds_of_letters_all_layers_of_a_pattern_are_alike() -> None:
+    values = hybrid_profile().model_dump()
+    values["parts"]["letters"] = {}
+    asked = ProfileRequest(Profile.model_validate(values), 8, None, post_validation=False)
+    ((row,), _) = rows(asked, candidates_of(["zb-h1"])[2:])
+    assert row.is_even and row.written == "****|----|----|----"
+
+
+def test_the_command_says_what_letters_count_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.yaml"
+    write_profile(hybrid_profile(), path)
+    words = ["plan", "--profile", str(path), "--schedules", "zb-h1"]
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    mean = (4 * TIMES + 12) / 16
+    assert f"* for {TIMES / mean:.2f}, - for {1 / mean:.2f}" in text
+    assert "--hybrid-layer-pattern '*" in text
+    assert cli.main([*words, "--format", "json"]) == 0
+    first = json.loads(capsys.readouterr().out)["ranked"][0]
+    assert first["layout"].replace("|", "") == HYBRID

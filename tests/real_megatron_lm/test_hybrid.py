@@ -148,8 +148,29 @@ def test_a_profile_measures_layers_and_their_recomputation_by_megatron(
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     run = start.go_on(f"v-half --pipeline-profile {path} {recompute} {LONGER}")
     assert {n: run.losses[n] for n in start.upstream.losses} == start.upstream.losses
-    parts = read_profile(path).parts
+    profile = read_profile(path)
+    parts = profile.parts
     assert parts is not None and parts.layer.forward > 0 and parts.output.forward > 0
+    assert profile.model.pattern == "*-*-*-*-" and set(parts.letters) == {"*", "-"}
+    for seconds in parts.letters.values():
+        assert min(seconds.forward, seconds.backward, seconds.weight, seconds.whole) > 0
+    assert profile.attention is not None
+    # it is the mean over all letters, of which every second one has attention
+    assert 2 * profile.attention.forward < parts.letters["*"].forward
+    balanced = start.go_on(f"v-half --pipeline-layer-layout {path}")
+    check_equal(balanced, start.upstream)
+    assert f"(measured, {path})" in " ".join(balanced.output.split())
+
+
+def test_a_profile_tells_experts_apart_with_prediction(checkout: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    train(checkout, EXPERTS, f"{V_HALF} --pipeline-profile {path} {LONGER}")
+    profile = read_profile(path)
+    assert profile.model.pattern == "*-*E*E*-/*-/*-" and profile.multi_token == 2
+    parts = profile.parts
+    assert parts is not None and set(parts.letters) == {"*", "-", "E"}
+    assert parts.letters["E"].forward > parts.letters["-"].forward
+    assert parts.letters["E"].weight > 0 and parts.multi_token.forward > 0
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

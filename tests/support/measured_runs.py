@@ -69,3 +69,42 @@ def sharded_profile(slow: dict[int, float] | None = None) -> Profile:
     values = profile(slow, output=0.0).model_dump()
     values["model"]["vocabulary"] = 4096
     return Profile.model_validate({**values, "vocabulary": cut})
+
+
+HYBRID = "****" + "-" * 12
+TIMES = 4.0
+"""How many times as long as an MLP the attention layers of :data:`HYBRID` take."""
+
+
+def hybrid_profile(output: float = 0.0, prediction: str = "") -> Profile:
+    """The profile of a V whose layers are those of :data:`HYBRID`, two on each stage.
+
+    Args:
+        output: MLP layers that the output layer counts for.
+        prediction: the layers of multi-token prediction in the pattern, which take no time.
+    """
+    mlp = {**LAYER, "whole": LAYER["backward"] + LAYER["weight"]}
+    letters = {"*": {k: TIMES * t for k, t in mlp.items()}, "-": mlp}
+    values = profile(output=0.0).model_dump()
+    for number, stage in enumerate(values["stages"]):
+        kinds = HYBRID[2 * number : 2 * number + 2]
+        stage |= {k: sum(letters[kind][k] for kind in kinds) for k in mlp}
+    last = values["stages"][-1]
+    last |= {k: last[k] + output * t for k, t in mlp.items()}
+    mean = sum(map(TIMES_OF.__getitem__, HYBRID)) / LAYERS
+    nothing = dict.fromkeys(mlp, 0.0)
+    parts = {
+        "layer": {k: mean * t for k, t in mlp.items()},
+        "letters": letters,
+        "embedding": nothing,
+        "output": {k: output * t for k, t in mlp.items()},
+        "multi_token": nothing,
+        "empty_pass": nothing,
+    }
+    if prediction:
+        last["layers"] = last["layers"].replace("L", "mL")
+    values["model"]["pattern"] = f"{HYBRID}/{prediction}" if prediction else HYBRID
+    return Profile.model_validate({**values, "parts": parts})
+
+
+TIMES_OF = {"*": TIMES, "-": 1.0}
