@@ -251,7 +251,6 @@ def test_the_profile_of_a_hybrid_model_has_its_letters(
         of = {letter: getattr(seconds, kind) for letter, seconds in parts.letters.items()}
         mean = sum(of[letter] for letter in profile.model.kinds) / HYBRID.layers
         assert getattr(parts.layer, kind) == pytest.approx(mean)
-    assert parts.letters["M"].forward > 2 * parts.letters["-"].forward, "its scan in torch is slow"
     assert profile.attention is not None
     assert 0 < 4 * profile.attention.forward < parts.letters["*"].forward
 

@@ -169,8 +169,8 @@ def test_a_profile_tells_experts_apart_with_prediction(checkout: Path, tmp_path:
     assert profile.model.pattern == "*-*E*E*-/*-/*-" and profile.multi_token == 2
     parts = profile.parts
     assert parts is not None and set(parts.letters) == {"*", "-", "E"}
-    assert parts.letters["E"].forward > parts.letters["-"].forward
-    assert parts.letters["E"].weight > 0 and parts.multi_token.forward > 0
+    assert min(parts.letters["E"].forward, parts.letters["E"].weight) > 0
+    assert parts.multi_token.forward > 0
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
