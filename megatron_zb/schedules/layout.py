@@ -118,7 +118,12 @@ def _evened(
     embedding: float,
     output: float,
 ) -> Layout:
-    """Move borders by up to three layers until no move evens out the ranks; no stage is emptied."""
+    """Move borders until no move evens out the ranks; no stage is emptied.
+
+    1. A single border moves by up to three layers.
+    2. Where none gains, several borders in a row move by one layer: a layer's work passes from one
+       rank to another through those between them, which are left with as much as before.
+    """
     before = [0.0, *accumulate(weights)]
     borders = [0, *accumulate(counts)]
     of = placement.rank_of
@@ -138,15 +143,40 @@ def _evened(
         moved = before[there] - before[here]
         return 2 * moved * (work[other] - work[one] - moved)
 
-    moves = [(b, step) for b in range(1, len(of)) for step in (-3, -2, -1, 1, 2, 3)]
-    while moves:
-        border, step = max(moves, key=lambda move: gain(*move))
-        if gain(border, step) <= _EQUAL:
-            break
+    def gain_of_row(first: int, last: int, step: int) -> float:
+        """Return the same for a row of borders, which all go one layer up or down."""
+        if borders[first - 1] >= borders[first] + step or borders[last] + step >= borders[last + 1]:
+            return 0.0
+        changed = dict.fromkeys(of[first - 1 : last + 1], 0.0)
+        for border in range(first, last + 1):
+            moved = before[borders[border] + step] - before[borders[border]]
+            changed[of[border - 1]] += moved
+            changed[of[border]] -= moved
+        return -sum((2 * work[rank] + more) * more for rank, more in changed.items())
+
+    def move(border: int, step: int) -> None:
         moved = before[borders[border] + step] - before[borders[border]]
         work[of[border - 1]] += moved
         work[of[border]] -= moved
         borders[border] += step
+
+    singles = [(b, step) for b in range(1, len(of)) for step in (-3, -2, -1, 1, 2, 3)]
+    rows = [
+        (first, last, step)
+        for first in range(1, len(of))
+        for last in range(first + 1, min(first + placement.pipeline_size, len(of)))
+        for step in (-1, 1)
+    ]
+    while singles:
+        border, step = max(singles, key=lambda it: gain(*it))
+        if gain(border, step) > _EQUAL:
+            move(border, step)
+            continue
+        first, last, step = max(rows, key=lambda it: gain_of_row(*it), default=(1, 1, 0))
+        if first == last or gain_of_row(first, last, step) <= _EQUAL:
+            break
+        for border in range(first, last + 1):
+            move(border, step)
     return tuple(after - first for first, after in pairwise(borders))
 
 
