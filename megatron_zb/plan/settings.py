@@ -35,7 +35,7 @@ from megatron_zb.plan.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, catalog
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.sliced_families import sliced_bound
+from megatron_zb.schedules.sliced_bounds import sliced_bound
 
 # --- estimates by formula
 

@@ -29,7 +29,7 @@ from megatron_zb.schedules.search.kernels import Plain
 from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
 from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.search.runner import Runner
-from megatron_zb.schedules.sliced_families import sliced_bound
+from megatron_zb.schedules.sliced_bounds import sliced_bound
 from megatron_zb.schedules.slices import SlicedRules, Slicing, least_tokens, slicing_of
 
 F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW

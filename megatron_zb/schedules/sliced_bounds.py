@@ -1,0 +1,174 @@
+"""Lower bounds on the time of any order of token slices.
+
+One microbatch is a grid of stages and slices: F of slice i on stage s depends on F(s - 1, i) and on
+F(s, i - 1), and B in reverse. The critical path through the grid bounds the time of a step. Work,
+waits and memory bound it as they bound whole microbatches (:mod:`bounds`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.stage_costs import StageCosts
+
+
+class _Microbatch:
+    """Slices of one microbatch: ``rows[i]`` are the costs of slice i, shortened as far as any."""
+
+    def __init__(self, rows: Sequence[StageCosts], *, joined: bool) -> None:
+        self.rows, self._joined = [row.shortest() for row in rows], joined
+        self.there = self._ways([(row.forward, row.forward_p2p) for row in self.rows])
+        """By stage and slice, the seconds from the start of F to that of the first B."""
+        self.back = self._ways([(row.backward, row.backward_p2p[1:]) for row in self.rows])
+        """By stage and slice, the seconds from the start of the first B to the end of B."""
+
+    def _ways(self, rows: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[list[float]]:
+        """Return the longest ways to the last stage and slice, by stage and slice.
+
+        Args:
+            rows: seconds of the passes of a slice, and of its messages to each next stage.
+        """
+        stages = len(rows[0][0])
+        found = [[0.0] * len(rows) for _ in range(stages)]
+        for s in reversed(range(stages)):
+            for i, (seconds, latencies) in reversed([*enumerate(rows)]):
+                later = found[s][i + 1] if i + 1 < len(rows) else 0.0
+                onward = found[s + 1][i] + latencies[s] if s + 1 < stages else 0.0
+                found[s][i] = seconds[s] + max(later, onward)
+        return found
+
+    def arrival(self, stage: int) -> float:
+        """Return the earliest start of the first F of a stage."""
+        first = self.rows[0]
+        return sum(first.forward[s] + first.forward_p2p[s] for s in range(stage))
+
+    def first_backward(self, stage: int) -> float:
+        """Return the earliest start of the first B of a stage."""
+        return self.there[0][0] + self.back[stage][-1] - self.rows[-1].backward[stage]
+
+    def after_forwards(self, stage: int) -> float:
+        """Return the least seconds from the last F of a stage to the end of the step."""
+        there = self.there[stage][-1] - self.rows[-1].forward[stage]
+        return there + self.back[0][0] + self.rows[0].weight[0]
+
+    def memory_time(self, stage: int) -> float:
+        """Return the least memory times time of a stage's activations."""
+        total, rest = 0.0, 0.0  # seconds from the end of B of a slice to that of the last slice
+        for i, row in enumerate(self.rows):
+            held = self.there[stage][i] + self.back[stage][i]
+            total += row.activation[stage] * held
+            weight = self.rows[0] if self._joined else row
+            total += row.held_for_weight[stage] * (weight.weight[stage] + self._joined * rest)
+            rest += row.backward[stage]
+        return total
+
+    def left(self, stage: int) -> list[tuple[float, float]]:
+        """Return seconds of B and W of a stage, and the memory that this much work has at least."""
+        each = [
+            (row.backward[stage], row.activation[stage], row.held_for_weight[stage])
+            for row in self.rows
+        ]
+        if self._joined:
+            return [_least_dense(each[::-1], self.rows[0].weight[stage])]
+        rows = zip(each, self.rows, strict=True)
+        return [_least_dense([slice_], row.weight[stage]) for slice_, row in rows]
+
+
+def _least_dense(
+    slices: Sequence[tuple[float, float, float]], weight: float
+) -> tuple[float, float]:
+    """Return the seconds of all B and their W, and their memory at its least per second left.
+
+    Args:
+        slices: seconds of B, memory before and after, in the order in which B runs.
+        weight: seconds of W.
+    """
+    seconds = sum(backward for backward, _, _ in slices) + weight
+    left, memory = seconds, sum(before for _, before, _ in slices)
+    least = memory / left if left > 0 else 0.0
+    for backward, before, after in slices:
+        left, memory = left - backward, memory + after - before
+        if left > 1e-9 * seconds:
+            least = min(least, memory / left)
+    return seconds, least * seconds
+
+
+def sliced_bound(
+    placement: Placement,
+    costs: StageCosts,
+    limit: Sequence[float],
+    slices: int,
+    *,
+    joined: bool,
+    back_to_back: bool = False,
+) -> float:
+    """Return a lower bound in seconds for any order; ``limit[r]`` is in units of activation.
+
+    Args:
+        placement: of the stages.
+        costs: by unit, each one of ``slices`` of a microbatch.
+        limit: the most memory of every rank.
+        slices: of a microbatch.
+        joined: one W for a microbatch.
+        back_to_back: of one of many steps in a row, whose ends are filled by its neighbours.
+    """
+    rows = costs.microbatches
+    groups = [rows[at : at + slices] for at in range(0, len(rows), slices)]
+    counts = Counter(tuple(map(id, group)) for group in groups)
+    made = {tuple(map(id, group)): _Microbatch(group, joined=joined) for group in groups}
+    all_of = [(counts[key], it) for key, it in made.items()]
+    first, last = (made[tuple(map(id, group))] for group in (groups[0], groups[-1]))
+    found = 0.0
+    for rank, stages in enumerate(placement.stages_of):
+        work = sum(count * _work(it, stages) for count, it in all_of)
+        whole = work + sum(count * _shard_work(it, placement, rank) for count, it in all_of)
+        if not back_to_back:
+            whole += first.arrival(stages[0])
+        taken = sum(count * it.memory_time(s) for count, it in all_of for s in stages)
+        found = max(found, whole, taken / limit[rank] if limit[rank] > 0 else 0.0)
+        if not back_to_back:
+            found = max(found, work + _waits(all_of, first, last, stages, limit[rank]))
+    return found
+
+
+_Counted = Sequence[tuple[int, _Microbatch]]
+
+
+def _work(it: _Microbatch, stages: Sequence[int]) -> float:
+    return sum(row.forward[s] + row.backward[s] + row.weight[s] for row in it.rows for s in stages)
+
+
+def _shard_work(it: _Microbatch, placement: Placement, rank: int) -> float:
+    """Return the seconds of a rank's shard of the output layer, which may fill waits."""
+    shards = [row.shards for row in it.rows if row.shards is not None]
+    loss = sum(each.loss for each in shards) if rank == placement.rank_of[-1] else 0.0
+    return loss + sum(each.output[rank] + each.weight[rank] for each in shards)
+
+
+def _waits(
+    all_of: _Counted, first: _Microbatch, last: _Microbatch, stages: Sequence[int], limit: float
+) -> float:
+    """Return the least waits of a rank at both ends, as :mod:`bounds` has them."""
+    pieces = [(count, it, s) for count, it in all_of for s in stages]
+    forwards = [
+        (row.forward[s], row.activation[s], count) for count, it, s in pieces for row in it.rows
+    ]
+    backwards = [(*piece, count) for count, it, s in pieces for piece in it.left(s)]
+    before = max(
+        first.arrival(stages[0]), first.first_backward(stages[-1]) - _most(limit, forwards)
+    )
+    after = max(0.0, last.after_forwards(stages[-1]) - _most(limit, backwards))
+    holds_all = sum(memory * count for _, memory, count in forwards) <= limit
+    return max(before, after) if holds_all else before + after
+
+
+def _most(limit: float, pieces: Sequence[tuple[float, float, int]]) -> float:
+    """Return the most seconds whose memory fits: ``(seconds, memory, count)`` of pieces."""
+    total = 0.0
+    for seconds, memory, count in sorted(pieces, key=lambda it: it[1] / it[0] if it[0] else 0.0):
+        share = min(1.0, limit / (memory * count)) if memory > 0 else 1.0
+        total += share * seconds * count
+        limit -= share * memory * count
+    return total
