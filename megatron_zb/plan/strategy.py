@@ -21,7 +21,6 @@ from megatron_zb.plan.operators import RECOMPUTE
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.layout import Layers, Layout, spread
 from megatron_zb.schedules.placement import Placement, v_shape
-from megatron_zb.schedules.sliced_families import SLICED
 from megatron_zb.schedules.slices import LEAST_TOKENS
 
 # --- strategies
@@ -470,7 +469,7 @@ def sliced(whole: Sequence[ScheduleCandidate], *, named: bool) -> list[ScheduleC
     return [
         replace(candidate, name=f"{candidate.name} sliced", is_sliced=True)
         for candidate in (*more, *whole)
-        if candidate.family in SLICED and not candidate.megatron
+        if not candidate.megatron and catalog.family(candidate.family).sliced is not None
     ]
 
 

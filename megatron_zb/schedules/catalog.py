@@ -20,7 +20,7 @@ from megatron_zb.schedules.request import Limit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
 from megatron_zb.schedules.search.place_vocabulary import fastest_with_vocabulary
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.sliced_families import build_sliced
+from megatron_zb.schedules.sliced_orders import SlicedFamily, SlicedOrders, build_sliced
 from megatron_zb.schedules.slices import Slicing, of_table
 
 _ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
@@ -94,7 +94,8 @@ class Family:
     tell which choices it leaves to the user; ``peak`` is for the default ones. ``bubble`` is the
     formula of ``docs/schedules.md``; ``interval`` the least seconds between two microbatches, where
     they can be more than a rank computes: the V schedules with little memory lose in each one where
-    F, B and W are unequal. ``searches`` tells that building takes a search.
+    F, B and W are unequal. ``searches`` tells that building takes a search. ``sliced`` builds its
+    order of token slices, None where it has none.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Family:
     takes_chunks: bool = False
     takes_group_size: bool = False
     chunk_step: int = 1
+    sliced: Callable[[SlicedOrders], Schedule] | None = None
     aliases: tuple[str, ...] = ()
 
     @property
@@ -125,6 +127,23 @@ class Family:
     def peak_microbatches(self, p: int, m: int) -> float:
         """Return the bound with the default choices; p for ``auto``, its limit if none is given."""
         return self.peak(p, m) if self.peak else p
+
+
+def _sliced_zb_h1(orders: SlicedOrders) -> Schedule:
+    p = orders.request.pipeline_size
+    return orders.filled("zb-h1", families.one_f_one_b_block(p), p)
+
+
+def _sliced_v(
+    name: str,
+    offsets: Callable[[int, int], families.Offsets],
+    peak: Callable[[int], float],
+) -> Callable[[SlicedOrders], Schedule]:
+    def order(orders: SlicedOrders) -> Schedule:
+        p = orders.request.pipeline_size
+        return orders.searched(name, families.v_block(p, offsets), peak(p))
+
+    return order
 
 
 def _one_chunk(p: int, chunks: int | None) -> Placement:
@@ -163,6 +182,7 @@ _FAMILIES = (
         splits_backward=False,
         placement=_one_chunk,
         searches=False,
+        sliced=lambda orders: orders.fused(families.one_f_one_b),
     ),
     Family(
         "interleaved",
@@ -176,6 +196,7 @@ _FAMILIES = (
         placement=_loop,
         bubble=_whole_passes_of_chunks,
         searches=False,
+        sliced=lambda orders: orders.grouped(families.interleaved),
     ),
     Family(
         "1f1b-v",
@@ -195,6 +216,7 @@ _FAMILIES = (
         placement=_one_chunk,
         bubble=_fills_with_w,
         searches=False,
+        sliced=_sliced_zb_h1,
     ),
     Family(
         "zb-h2",
@@ -233,6 +255,7 @@ _FAMILIES = (
         aliases=("zbv",),
         placement=_v,
         bubble=_fill_of_chunks,
+        sliced=_sliced_v("v-zb", families.v_zb_offsets, lambda p: p),
     ),
     Family(
         "v-half",
@@ -243,6 +266,7 @@ _FAMILIES = (
         placement=_v,
         bubble=_fill_of_v_half,
         interval=_interval_of_v_half,
+        sliced=_sliced_v("v-half", families.v_half_offsets, families.v_half_peak),
     ),
     Family(
         "v-min",
@@ -253,6 +277,7 @@ _FAMILIES = (
         placement=_v,
         bubble=_fill_of_v_min,
         interval=_interval_of_v_min,
+        sliced=_sliced_v("v-min", families.v_min_offsets, families.v_min_peak),
     ),
     Family(
         "wave",
@@ -281,6 +306,7 @@ _FAMILIES = (
         "the fastest of everything under the memory limit, by a longer search",
         "this package",
         takes_chunks=True,
+        sliced=SlicedOrders.auto,
     ),
 )
 
@@ -405,7 +431,7 @@ def build(
         quick=quick,
     )
     if slicing.slices > 1:
-        return build_sliced(chosen.name, replace(request, costs=costs), slicing)
+        return build_sliced(_sliced(chosen), replace(request, costs=costs), slicing)
     schedule = (chosen.build if searched.vocabulary is None else _with_vocabulary(chosen))(request)
     for part in costs.parts:
         assert isinstance(part, Part)
@@ -413,6 +439,25 @@ def build(
     schedule = replace(schedule, name=chosen.name)
     schedule.check_ranks()
     return _reported(schedule, replace(request, costs=costs))
+
+
+def _sliced(chosen: Family) -> SlicedFamily:
+    """Return what a family says of its order of slices.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if chosen.sliced is None:
+        able = ", ".join(f.name for f in _FAMILIES if f.sliced is not None)
+        raise UsageError(f"{chosen.name} has no slices: give one of {able}")
+    return SlicedFamily(
+        chosen.name,
+        chosen.sliced,
+        chosen.peak,
+        chosen.placement,
+        searches=chosen.searches,
+        splits_backward=chosen.splits_backward,
+    )
 
 
 def from_table(name: str, table: str, request: Mapping[str, Any]) -> Schedule:

@@ -1,14 +1,14 @@
-"""Named schedules of slices, built from those of microbatches.
+"""Orders of slices, built from those of microbatches.
 
 A fixed order becomes one of slices by more forwards before each backward: all slices of a
 microbatch have passed the last stage before its first B. Searches see slices as microbatches whose
-B come in turns (:mod:`slices`).
+B come in turns (:mod:`slices`). The catalog says which of these builders a named schedule has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import truediv
 from typing import TypeAlias
@@ -16,18 +16,14 @@ from typing import TypeAlias
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.auto import candidates, candidates_with_vocabulary
 from megatron_zb.schedules.families import (
-    INTERLEAVED_CHUNKS,
     BuildingBlock,
     interleaved,
-    interleaved_peak,
     one_f_one_b,
     one_f_one_b_block,
     split_interleaved,
     v_block,
     v_half_offsets,
-    v_half_peak,
     v_min_offsets,
-    v_min_peak,
     v_zb_offsets,
 )
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -48,25 +44,45 @@ from megatron_zb.schedules.sliced_memory import fitted, least_with_recomputation
 from megatron_zb.schedules.slices import SlicedCosts, SlicedRules, Slicing, in_units
 
 
-def build_sliced(name: str, request: Request, slicing: Slicing) -> Schedule:
-    """Build a named schedule of slices, with its report.
+@dataclass(frozen=True)
+class SlicedFamily:
+    """A named schedule that has slices, as its entry in the catalog describes it.
+
+    Args:
+        name: of the schedule.
+        order: builds its order.
+        peak: of p ranks and m microbatches, in microbatches of a whole rank; None where the limit
+            alone decides.
+        placement: of p ranks with some chunks; None where the costs decide.
+        searches: whether its order is searched for, so that W of a microbatch may be joined.
+        splits_backward: whether it has B and W.
+    """
+
+    name: str
+    order: Callable[[SlicedOrders], Schedule]
+    peak: Callable[[int, int], float] | None
+    placement: Callable[[int, int | None], Placement] | None
+    searches: bool
+    splits_backward: bool
+
+
+def build_sliced(family: SlicedFamily, request: Request, slicing: Slicing) -> Schedule:
+    """Build a schedule of slices, with its report.
 
     Where ``slicing`` leaves it open, W of a microbatch are joined if that is faster, which takes
     a ``weight_loss``.
 
     Args:
-        name: of the schedule, as in the catalog.
+        family: the named schedule.
         request: for whole microbatches.
         slicing: of each of them.
 
     Raises:
-        UsageError: the schedule has no slices, or a limit is below what the schedule needs.
+        UsageError: a limit is below what the schedule needs.
     """
-    if name not in SLICED:
-        raise UsageError(f"{name} has no slices: give one of {', '.join(SLICED)}")
     forms = [bool(slicing.joins_weight)]
     if slicing.joins_weight is None:
-        may_join = name not in _FIXED and slicing.weight_loss > 0
+        may_join = family.searches and slicing.weight_loss > 0
         forms = [True, False] if may_join else [False]
     found: list[tuple[float, Schedule]] = []
     refused: list[LimitTooSmall] = []
@@ -79,7 +95,7 @@ def build_sliced(name: str, request: Request, slicing: Slicing) -> Schedule:
             rules=SlicedRules(cut),
         )
         try:
-            schedule = _built(name, units, cut)
+            schedule = _built(family, units, cut)
         except LimitTooSmall as error:
             refused.append(error)
         else:
@@ -90,26 +106,17 @@ def build_sliced(name: str, request: Request, slicing: Slicing) -> Schedule:
     return min(found, key=lambda entry: entry[0])[1]
 
 
-_FIXED = ("1f1b", "interleaved", "zb-h1")
-_BLOCKS = {
-    "v-min": (v_min_offsets, v_min_peak),
-    "v-half": (v_half_offsets, v_half_peak),
-    "v-zb": (v_zb_offsets, lambda p: p),
-}
-SLICED = (*_FIXED, *_BLOCKS, "auto")
-
-
-def _built(name: str, request: Request, slicing: Slicing) -> Schedule:
+def _built(family: SlicedFamily, request: Request, slicing: Slicing) -> Schedule:
     """Build one form of W, of a request for units."""
     costs = request.costs
     if costs.recomputes_or_offloads:
-        schedule = _with_recompute_or_offload(name, request, slicing)
+        schedule = _with_recompute_or_offload(family, request, slicing)
     else:
-        schedule = _ordered(name, request, slicing)
+        schedule = _ordered(family, request, slicing)
     timeline = simulate(schedule, costs)
     users = request.limit.per_rank(costs)
     if users is not None:
-        request.check_feasible(name, schedule.placement, users, timeline.peak_memory)
+        request.check_feasible(family.name, schedule.placement, users, timeline.peak_memory)
     allowed = users or timeline.peak_memory
     if costs.recomputes_or_offloads:  # memory bounds no time
         allowed = (math.inf,) * request.pipeline_size
@@ -119,13 +126,14 @@ def _built(name: str, request: Request, slicing: Slicing) -> Schedule:
     return replace(schedule, report=Report(timeline.makespan, bound, period))
 
 
-def _ordered(name: str, request: Request, slicing: Slicing) -> Schedule:
+def _ordered(family: SlicedFamily, request: Request, slicing: Slicing) -> Schedule:
     """Return an order of a request for units, in which every activation is kept."""
     assert isinstance(request.costs, SlicedCosts)
     costs = request.costs.with_all_kept()
     assert isinstance(costs, SlicedCosts)
-    search = _SlicedOrders(replace(request, costs=costs), slicing)
-    schedule = replace(search.schedule(name), name=name)
+    orders = SlicedOrders(replace(request, costs=costs), slicing)
+    found = family.order(orders) if costs.vocabulary is None else orders.with_vocabulary(family)
+    schedule = replace(found, name=family.name)
     schedule.check_ranks()
     return schedule
 
@@ -136,7 +144,9 @@ _NEAR = 1.005
 """A step, in its lower bound, that nothing recomputed or offloaded makes much shorter."""
 
 
-def _with_recompute_or_offload(name: str, request: Request, slicing: Slicing) -> Schedule:
+def _with_recompute_or_offload(
+    family: SlicedFamily, request: Request, slicing: Slicing
+) -> Schedule:
     """Return the fastest schedule that keeps every activation, recomputes some, or offloads some.
 
     Without a limit, no rank holds more than the most of the order that keeps all.
@@ -146,38 +156,38 @@ def _with_recompute_or_offload(name: str, request: Request, slicing: Slicing) ->
     """
     costs, limit = request.costs, request.limit.per_rank(request.costs)
     if limit is None:
-        orders = [_ordered(name, request, slicing)]
+        orders = [_ordered(family, request, slicing)]
         base = limit = (max(simulate(orders[0], costs).peak_memory),) * request.pipeline_size
     else:
-        orders, base = _first_order(limit, name, request, slicing)
+        orders, base = _first_order(limit, family, request, slicing)
     for more in _MORE:
         if not _is_near_bound(orders[0], request, slicing):
-            orders.append(_ordered_within([more * most for most in base], name, request, slicing))
+            orders.append(_ordered_within([more * most for most in base], family, request, slicing))
     found = fitted(orders, costs, limit)
     if not found:
         needed = min((least_with_recomputation(order, costs) for order in orders), key=max)
-        request.check_feasible(name, orders[0].placement, limit, needed)
-        raise UsageError(f"{name} with slices: no order fits that offloads activations")
+        request.check_feasible(family.name, orders[0].placement, limit, needed)
+        raise UsageError(f"{family.name} with slices: no order fits that offloads activations")
     return fuse_for_free(min(found, key=request.seconds).schedule, costs)
 
 
 def _first_order(
-    limit: tuple[float, ...], name: str, request: Request, slicing: Slicing
+    limit: tuple[float, ...], family: SlicedFamily, request: Request, slicing: Slicing
 ) -> tuple[list[Schedule], tuple[float, ...]]:
     """Return an order that keeps all activations within a limit, or within what that needs."""
     try:
-        return [_ordered_within(limit, name, request, slicing)], limit
+        return [_ordered_within(limit, family, request, slicing)], limit
     except LimitTooSmall as error:
         limit = (error.needed,) * request.pipeline_size
-        return [_ordered_within(limit, name, request, slicing)], limit
+        return [_ordered_within(limit, family, request, slicing)], limit
 
 
 def _ordered_within(
-    limit: Sequence[float], name: str, request: Request, slicing: Slicing
+    limit: Sequence[float], family: SlicedFamily, request: Request, slicing: Slicing
 ) -> Schedule:
     """Return an order that keeps all activations within a limit for each rank."""
     whole = tuple(most + fixed for most, fixed in zip(limit, request.costs.fixed, strict=True))
-    return _ordered(name, replace(request, limit=Limit(bytes=whole)), slicing)
+    return _ordered(family, replace(request, limit=Limit(bytes=whole)), slicing)
 
 
 def _is_near_bound(order: Schedule, request: Request, slicing: Slicing) -> bool:
@@ -192,52 +202,55 @@ _Ranks: TypeAlias = Sequence[Sequence[Pass]]
 
 
 @dataclass(frozen=True)
-class _SlicedOrders:
-    """Builders of orders of slices."""
+class SlicedOrders:
+    """Builders of orders of slices, for a request for units."""
 
     request: Request
     slicing: Slicing
 
-    def schedule(self, name: str) -> Schedule:
-        """Return a named schedule."""
-        p = self.request.pipeline_size
-        if self.request.costs.vocabulary is not None:
-            return self._with_vocabulary(name)
-        if name == "auto":
-            return self._auto()
-        if name == "1f1b":
-            return self._fused(one_f_one_b(self.request))
-        if name == "interleaved":
-            return self._fused(interleaved(self._grouped()))
-        if name == "zb-h1":
-            block, held = one_f_one_b_block(p), self._peak(p)
-            held += (self.slicing.slices - 1) * bool(self.slicing.joins_weight)
-            order = in_units(self._delayed(block.placement, self._repeated(block)), self._rules)
-            held = max(held, self._least_peak(block.placement, order))
-            return place_weight_gradients(name, block.placement, order, self.request, held)
-        offsets, peak_of = _BLOCKS[name]
-        block, held = v_block(p, offsets), self._peak(peak_of(p))
+    def fused(self, build: Callable[[Request], Schedule]) -> Schedule:
+        """Return a fixed order of F and BW."""
+        return self._fused(build(self.request))
+
+    def grouped(self, build: Callable[[Request], Schedule]) -> Schedule:
+        """Return a fixed order of F and BW, whose groups have whole microbatches."""
+        return self._fused(build(self._grouped()))
+
+    def filled(self, name: str, block: BuildingBlock, peak: float) -> Schedule:
+        """Return a block's order of F and B, with W where ranks would wait.
+
+        Args:
+            name: of the schedule.
+            block: that is repeated.
+            peak: in microbatches of a whole rank.
+        """
+        held = self._peak(peak)
+        held += (self.slicing.slices - 1) * bool(self.slicing.joins_weight)
+        order = in_units(self._delayed(block.placement, self._repeated(block)), self._rules)
+        held = max(held, self._least_peak(block.placement, order))
+        return place_weight_gradients(name, block.placement, order, self.request, held)
+
+    def searched(self, name: str, block: BuildingBlock, peak: float) -> Schedule:
+        """Return the best that a search finds from a block's own order; see :meth:`filled`."""
+        held = self._peak(peak)
         known = self._known(name, block.placement, self._repeated(block), held)
         return search_placement(name, block.placement, self.request, held, known=known)
 
-    def _with_vocabulary(self, name: str) -> Schedule:
+    def with_vocabulary(self, family: SlicedFamily) -> Schedule:
         """Return a searched schedule with the passes of vocabulary parallelism.
 
         A rank has room for one unit more, as the last stage waits for all ranks between F and B.
         """
         p, m, request = self.request.pipeline_size, self.request.num_microbatches, self.request
-        if name == "auto":
+        if family.placement is None or family.peak is None:
             request = _within_one_f_one_b(request)
             places, peak = candidates_with_vocabulary(request), float(m)
-        elif name in _BLOCKS:
-            places, peak = [v_shape(p)], self._peak(_BLOCKS[name][1](p))
-        elif name == "interleaved":
-            places = [looped(p, request.chunks or INTERLEAVED_CHUNKS)]
-            peak = self._peak(interleaved_peak(p, m))
         else:
-            places, peak = [looped(p)], self._peak(p)
-        split = name not in ("1f1b", "interleaved")
-        return fastest_with_vocabulary(name, places, request, peak + 1, split=split)
+            places = [family.placement(p, request.chunks)]
+            peak = self._peak(family.peak(p, m))
+        return fastest_with_vocabulary(
+            family.name, places, request, peak + 1, split=family.splits_backward
+        )
 
     @property
     def _rules(self) -> SlicedRules:
@@ -292,7 +305,7 @@ class _SlicedOrders:
         except LimitTooSmall:
             return []
 
-    def _auto(self) -> Schedule:
+    def auto(self) -> Schedule:
         """Return the fastest schedule found on all placements, as ``auto`` of whole microbatches.
 
         Raises:
@@ -352,7 +365,7 @@ class _SlicedOrders:
             fused = [interleaved(self._grouped(chunks))]
             orders = [_without_w(order) for order in split_interleaved(p, most, chunks)]
         elif placement == v_shape(p):
-            orders = [self._repeated(v_block(p, offsets)) for offsets, _ in _BLOCKS.values()]
+            orders = [self._repeated(v_block(p, offsets)) for offsets in _OFFSETS]
         known = [split_all(self._fused(order)) for order in fused]
         known += [it for each in orders for it in self._known("auto", placement, each, most)]
         is_v = placement == v_shape(p)
@@ -374,6 +387,7 @@ def _within_one_f_one_b(request: Request) -> Request:
     return replace(request, limit=replace(request.limit, share=1.0))
 
 
+_OFFSETS = (v_min_offsets, v_half_offsets, v_zb_offsets)
 _LARGE = 24_000  # passes: known orders are good as they are, and a search takes long
 _MOST_CHUNKS = 4  # of huge problems
 _HUGE = 48_000
