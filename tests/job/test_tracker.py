@@ -36,3 +36,9 @@ def test_the_iteration_of_a_tracker_is_read(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("12\n", encoding="utf-8")
     assert latest_checkpoint(tmp_path) == (12, tmp_path / "iter_0000012")
     assert read_tracker(tmp_path / TRACKER) == "12"
+
+
+def test_a_tracker_names_a_folder_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("12", encoding="utf-8")
+    with pytest.raises(UsageError, match="iter_0000012, which is missing"):
+        latest_checkpoint(tmp_path)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import gpt_cases
@@ -314,6 +315,30 @@ def test_a_balanced_layout_that_is_not_even_moves_layers() -> None:
 
 
 # --- the streams themselves
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "hidden_dropout",
+        "attention_dropout",
+        "moe_input_jitter_eps",
+        "moe_router_force_load_balancing",
+        "moe_router_force_biased",
+        "mtp_hsm",
+        None,
+    ],
+)
+def test_layers_have_streams_where_anything_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None
+) -> None:
+    learnt: list[bool] = []
+    monkeypatch.setattr(LayerStreams, "_learn_origins", lambda streams: learnt.append(True))
+    chunk: Any = torch.nn.Module()
+    chunk.config = SimpleNamespace(**({setting: 0.1} if setting else {"hidden_dropout": 0.0}))
+    chunk.embedding = torch.nn.Identity()
+    LayerStreams(1).seed_forwards(chunk)
+    assert learnt == ([True] if setting else [])
 
 
 def draws() -> dict[str, list[float]]:
