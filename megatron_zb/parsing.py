@@ -217,6 +217,13 @@ _UNITS = {
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", flags=re.ASCII)
 
 
+def read_size(text: str) -> float | None:
+    """Return the bytes of a size with a unit, such as ``80GiB``; None for any other text."""
+    found = _SIZE.fullmatch(text)
+    factor = _UNITS.get(found.group(2).lower()) if found else None
+    return float(found.group(1)) * factor if found and factor is not None else None
+
+
 def size_in_bytes(text: str, what: str) -> float:
     """Read a size such as ``80GiB``, ``80GB`` or ``85899345920B``.
 
@@ -227,10 +234,10 @@ def size_in_bytes(text: str, what: str) -> float:
     if found and not found.group(2):
         number = found.group(1)
         raise UsageError(f"{what} '{text}' has no unit: give {number}GiB, or {number}B for bytes")
-    factor = _UNITS.get(found.group(2).lower()) if found else None
-    if found is None or factor is None or not float(found.group(1)) > 0:
+    size = read_size(text)
+    if not size:
         raise UsageError(f"{what} '{text}' is not a size of memory: give, for example, 80GiB")
-    return float(found.group(1)) * factor
+    return size
 
 
 def gib(size: float) -> str:

@@ -7,29 +7,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_zb.errors import UsageError
-from megatron_zb.parsing import Written
+from megatron_zb.parsing import Written, read_size
 from megatron_zb.schedules.costs import Costs, most_in_a_row
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, TrainingRules
 from megatron_zb.schedules.simulator import Timeline
 from megatron_zb.schedules.stage_costs import StageCosts
-
-_UNITS = {
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-_BYTES = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})")
 
 
 @dataclass(frozen=True)
@@ -50,8 +37,9 @@ class Limit(Written):
     @classmethod
     def parse(cls, text: str) -> Limit:
         """Parse a share, such as 0.5, or a number of bytes with its unit, such as 40GiB."""
-        if found := _BYTES.fullmatch(text.upper()):
-            return cls(bytes=float(found[1]) * _UNITS[found[2]], written=text)
+        size = read_size(text)
+        if size is not None:
+            return cls(bytes=size, written=text)
         try:
             return cls(float(text), written=text)
         except ValueError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_zb.errors import UsageError
-from megatron_zb.parsing import size_in_bytes
+from megatron_zb.parsing import GIB, size_in_bytes
+from megatron_zb.schedules.request import Limit
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,11 @@ from megatron_zb.parsing import size_in_bytes
 )
 def test_a_size_is_read_in_its_unit(text: str, size: float) -> None:
     assert size_in_bytes(text, "--gpu-memory") == size
+
+
+@pytest.mark.parametrize("text", ["40GiB", "40 GiB", "40gib", "42949672960B"])
+def test_a_limit_of_memory_is_a_size_as_well(text: str) -> None:
+    assert Limit.parse(text).bytes == 40 * GIB == size_in_bytes(text, "--gpu-memory")
 
 
 @pytest.mark.parametrize("text", ["80", "80 XB", "0GiB", "-1GiB", "many", ""])
