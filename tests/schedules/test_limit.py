@@ -26,6 +26,8 @@ GIB = 2**30
         ("2TiB", 2**41),
         ("3KB", 3e3),
         ("5kib", 5120),
+        ("40 GiB", 40 * GIB),
+        ("7B", 7.0),
     ],
 )
 def test_bytes_have_a_unit(text: str, number: float) -> None:
@@ -38,7 +40,7 @@ def test_a_share_has_none() -> None:
     assert Limit.parse("0.5") == Limit(0.5) == Limit.given(0.5) == Limit.given("0.5")
     assert str(Limit.parse("0.50")) == "0.50"
     assert str(Limit(5 / 3)) == str(5 / 3)
-    for text in ("40 GiB", "GiB", "40G", "40GiBs", "-1GiB", "half", ""):
+    for text in ("GiB", "40G", "40GiBs", "-1GiB", "half", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="neither a share"):
             Limit.parse(text)
 
