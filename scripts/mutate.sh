@@ -5,7 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/_environment.sh
 source scripts/_environment.sh
 
-check_words "-h --help --nearby" "--draw --seed --only --share --seconds --processes" "$@"
+check_words "-h --help --nearby --wider" "--draw --seed --only --share --seconds --processes" "$@"
 version=$(choose_python)
 venv=$(environment_name "$version")
 ensure_environment "$venv" "$version" test

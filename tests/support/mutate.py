@@ -125,7 +125,7 @@ def _pytest(copy: Path, tests: Sequence[str], seconds: float) -> tuple[int | Non
 
 
 def verdicts(
-    drawn: Sequence[Mutant], reached: Reached | Nearby, seconds: float, processes: int
+    drawn: Sequence[Mutant], reached: Reached | Nearby | _Wider, seconds: float, processes: int
 ) -> Iterator[Verdict]:
     """Yield what became of each mutant, as it ends."""
     copies: Queue[Path] = Queue()
@@ -142,6 +142,29 @@ def verdicts(
             copies.put(Path(folder) / str(number))
         for done in as_completed([pool.submit(one, mutant) for mutant in drawn]):
             yield done.result()
+
+
+def with_wider_tests(
+    found: Iterator[Verdict], nearby: Nearby, seconds: float, processes: int
+) -> Iterator[Verdict]:
+    """Yield verdicts, those of survivors after the wider tests have run, too."""
+    left = []
+    for verdict in found:
+        if verdict.word == KILLED:
+            yield verdict
+        else:
+            left.append(verdict.mutant)
+    yield from verdicts(left, _Wider(nearby), seconds, processes)
+
+
+@dataclass(frozen=True)
+class _Wider:
+    """The wider tests of mutants as their tests."""
+
+    nearby: Nearby
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        return self.nearby.wider_tests_of(mutant)
 
 
 def _commit() -> str:
@@ -168,6 +191,12 @@ def parser() -> argparse.ArgumentParser:
         "it: nothing is recorded first",
     )
     parser.add_argument(
+        "--wider",
+        action="store_true",
+        help="with --nearby: then, on survivors, all other test files of that folder and of those "
+        "that use the package",
+    )
+    parser.add_argument(
         "--processes", type=int, default=2, metavar="N", help="at the same time (default 2)"
     )
     return parser
@@ -186,7 +215,12 @@ def main() -> int:
         subprocess.run([sys.executable, "-m", name, *words], cwd=ROOT, check=True)
     by_checkers = holes = 0
     reached = Nearby(ROOT) if arguments.nearby else Reached.of(ROOT)
-    found = verdicts(drawn, reached, arguments.seconds, arguments.processes)
+    limits = arguments.seconds, arguments.processes
+    found = verdicts(drawn, reached, *limits)
+    if arguments.wider:
+        if not isinstance(reached, Nearby):
+            sys.exit("mutate.py: error: --wider needs --nearby: without it all tests are tried")
+        found = with_wider_tests(found, reached, *limits)
     for number, verdict in enumerate(found, 1):
         holes += verdict.word != KILLED
         by_checkers += verdict.by in CHECKERS

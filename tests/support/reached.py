@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -259,7 +259,32 @@ class Nearby:
         ]
         own = naming or beside
         found = dict.fromkeys([*own[:_FIRST], *whole, *own[_FIRST:]])
-        return [file.relative_to(self._root).as_posix() for file in found]
+        return self._named(found)
+
+    def wider_tests_of(self, mutant: Mutant) -> list[str]:
+        """Return all other files of the folders whose tests use a mutant's package, small first."""
+        near, folder = set(self.tests_of(mutant)), Path(mutant.file).parts[1]
+        users = (folder, *_USED_BY.get(folder, ("cli",)))
+        found = [f for each in users for f in (self._root / "tests" / each).glob("test_*.py")]
+        return [name for name in self._named(sorted(found, key=_size)) if name not in near]
+
+    def _named(self, files: Iterable[Path]) -> list[str]:
+        return [file.relative_to(self._root).as_posix() for file in files]
+
+
+_USED_BY = {
+    "bridge": (),
+    "distill": ("cli",),
+    "job": ("megatron_lm", "cli"),
+    "measured": ("plan", "cli", "drawing"),
+    "megatron_core": ("bridge", "megatron_lm"),
+    "megatron_lm": ("cli",),
+    "plan": ("cli", "drawing"),
+    "runtime": ("megatron_core",),
+    "schedules": ("cli", "drawing", "plan"),
+    "train": ("benchmarks",),
+}
+"""Folders of tests beside a package's own that use it."""
 
 
 _FIRST = 2

@@ -194,6 +194,34 @@ def test_a_checker_notices_wrong_types_and_unknown_names(
     assert mutate.checker_of(tree / "root", "megatron_zb/it.py") == checker
 
 
+def test_wider_tests_are_those_of_the_folder_and_of_its_users() -> None:
+    nearby = reached.Nearby(CHECKOUT)
+    mutant = Mutant("megatron_zb/job/settings.py", "", "", "", "", 1, 0, 0, "")
+    near, wider = nearby.tests_of(mutant), nearby.wider_tests_of(mutant)
+    assert not set(near) & set(wider)
+    folders = {Path(file).parts[1] for file in wider}
+    assert folders == {"job", "megatron_lm", "cli"}
+
+
+def test_survivors_alone_meet_the_wider_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    minus = one_of(SOURCE, "arithmetic", "value - 1")
+    larger = one_of(SOURCE, "comparison", "value >= best")
+    near = [
+        mutate.Verdict(minus, mutate.KILLED, "a test", 1, 1.0),
+        mutate.Verdict(larger, mutate.SURVIVED, "", 1, 1.0),
+    ]
+    tried: list[Mutant] = []
+
+    def wider(drawn: list[Mutant], *more: object) -> list[mutate.Verdict]:
+        tried.extend(drawn)
+        return [mutate.Verdict(each, mutate.KILLED, "another", 5, 9.0) for each in drawn]
+
+    monkeypatch.setattr(mutate, "verdicts", wider)
+    found = mutate.with_wider_tests(iter(near), reached.Nearby(CHECKOUT), 60.0, 2)
+    assert [(each.mutant, each.by) for each in found] == [(minus, "a test"), (larger, "another")]
+    assert tried == [larger]
+
+
 def test_the_command_prints_a_diff_a_verdict_and_the_share(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
