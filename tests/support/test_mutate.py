@@ -170,7 +170,8 @@ def test_a_mutant_is_killed_by_a_test_or_survives_or_hangs(tree: Path) -> None:
     assert verdict(minus, []) == (mutate.SURVIVED, "no test reaches it")
     assert verdict(minus, tests, 0.01) == (mutate.NO_ANSWER, "")
     assert verdict(minus, ["tests/test_it.py::test_gone"]) == (mutate.KILLED, tests[1])
-    broken = Mutant("megatron_zb/it.py", "", "", "", "", 1, 0, 0, "1 / 0\n")
+    end = len(SOURCE.encode())
+    broken = Mutant("megatron_zb/it.py", "", "", "", "", 1, end, end, "1 / 0\n")
     assert verdict(broken, tests) == (mutate.KILLED, "tests/test_it.py")
     assert (tree / "root/megatron_zb/it.py").read_text() == SOURCE
     with pytest.raises(RuntimeError, match="has not found its tests"):
