@@ -38,7 +38,7 @@ class Teaching:
     read: Callable[[int], torch.Tensor] | None
     """Function from a microbatch's number to the embedding of its tokens, on the first stage."""
     is_last: bool
-    shares_last: bool = False
+    shares_last: bool
     """Whether the next stage begins with this one's last block, and so with its input."""
 
     def forward(self, layer: Any, given: torch.Tensor) -> torch.Tensor:

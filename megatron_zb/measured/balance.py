@@ -174,7 +174,7 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, sharded: b
 
 
 def with_counted_vocabulary(
-    costs: Costs, layers: int, output: float, *, predicts: bool = False
+    costs: Costs, layers: int, output: float, *, predicts: bool
 ) -> Costs:
     """Return equal costs with an output layer, of so many layers, sharded over all ranks.
 

@@ -73,7 +73,7 @@ class PostValidation:
         chunks: Sequence[Any],
         pipeline_ranks: Sequence[int],
         *,
-        on_host: bool = False,
+        on_host: bool,
     ) -> None:
         self.optimizer = optimizer
         self._scheduler = scheduler
@@ -407,7 +407,7 @@ class OptimizerSnapshot:
         on_host: keep the copies in host memory.
     """
 
-    def __init__(self, optimizers: list[Any], *, on_host: bool = False) -> None:
+    def __init__(self, optimizers: list[Any], *, on_host: bool) -> None:
         self._optimizers = [o for o in optimizers if not is_stub(o)]
         self._on_host = on_host
         self._copies: dict[tuple[int, str], torch.Tensor] = {}

@@ -51,7 +51,7 @@ class SlicesPart(StepPart):
         shares_output: whether the output layer is vocabulary parallel.
     """
 
-    def __init__(self, slicing: Slicing, *, shares_output: bool = False) -> None:
+    def __init__(self, slicing: Slicing, *, shares_output: bool) -> None:
         self.slicing, self._shares_output = slicing, shares_output
         self.arguments = ReadingArguments()
         """Arguments by which the forward step receives data."""

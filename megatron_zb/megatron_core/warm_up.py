@@ -35,7 +35,7 @@ class WarmUp(StepPart):
         always: on CPU ranks as well; otherwise on GPUs only.
     """
 
-    def __init__(self, splits: Sequence[SplitBackward], *, always: bool = False) -> None:
+    def __init__(self, splits: Sequence[SplitBackward], *, always: bool) -> None:
         self._splits, self._always = splits, always
         self._is_due = True
 

@@ -78,7 +78,7 @@ LOSS_WIDTH = 2
 """Columns of a message with the loss, in float32: see :class:`Loss`."""
 
 
-def _columns(what: torch.dtype, dtype: torch.dtype, count: int = 1) -> int:
+def _columns(what: torch.dtype, dtype: torch.dtype, count: int) -> int:
     return count * what.itemsize // dtype.itemsize
 
 

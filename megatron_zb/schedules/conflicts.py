@@ -73,7 +73,7 @@ def requested(
     costs: Costs,
     *,
     has_fixed_order: bool,
-    is_sliced: bool = False,
+    is_sliced: bool,
     group_size: int | None = None,
 ) -> dict[str, str]:
     """Return the features that are requested of a schedule, and what errors call them.

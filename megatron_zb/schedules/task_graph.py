@@ -148,7 +148,7 @@ class TaskGraph:
     inputs: tuple[tuple[int, ...], ...]
     order_rules: tuple[tuple[int, ...], ...]
     roles: tuple[tuple[int, ...], ...]
-    forward_only: bool = False
+    forward_only: bool
     more: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod

@@ -156,7 +156,7 @@ def fastest_with_vocabulary(
     request: Request,
     peak_microbatches: float,
     *,
-    split: bool = True,
+    split: bool,
 ) -> Schedule:
     """Return the fastest schedule on one of the placements, with the passes of the embedding.
 
@@ -178,7 +178,7 @@ def search_with_vocabulary(
     request: Request,
     peak_microbatches: float,
     *,
-    split: bool = True,
+    split: bool,
 ) -> Schedule:
     """Return the fastest order found in which no rank holds more than ``peak_microbatches``.
 

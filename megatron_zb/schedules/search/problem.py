@@ -149,7 +149,7 @@ class Codes:
         return found + [p._replace(kind=_R) for p in found[: self.forwards]]
 
 
-def graph_of(problem: Problem, make: Engine, *, pairs: bool = False, with_r: bool = False) -> Graph:
+def graph_of(problem: Problem, make: Engine, *, pairs: bool, with_r: bool) -> Graph:
     """Return the passes of a problem as arrays of an engine.
 
     Args:
