@@ -34,9 +34,7 @@ _FINAL_NORM = "decoder.final_layernorm."
 _TIED, _UNTIED = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-def layer_state(
-    layer: Any, block: int, num_layers: int, copies: Holders, *, alike: bool
-) -> State:
+def layer_state(layer: Any, block: int, num_layers: int, copies: Holders, *, alike: bool) -> State:
     """Return the sharded tensors of a layer, under a GPTModel's names in a checkpoint.
 
     Args:

@@ -145,7 +145,7 @@ class Bar:
     half: int | None = None
 
 
-def colour_of(kind: PassKind, chunk: int, chunks: int = 2) -> str:
+def colour_of(kind: PassKind, chunk: int, chunks: int) -> str:
     """Return the colour of a pass as #RRGGBB; of a rank's model chunks, the first is darkest.
 
     Raises:

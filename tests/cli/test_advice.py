@@ -87,6 +87,11 @@ def test_advised_sizes_can_be_drawn_and_fill_every_schedule(most: int, slices: i
         assert m >= 2 * p
 
 
+def test_sizes_that_just_fit_are_advised() -> None:
+    assert show._enough(64, 2, 4 * 64 * 64 * 2) == "--num-microbatches 256"
+    assert "--pipeline-size 32" in show._enough(64, 2, 4 * 64 * 64 * 2 - 1)
+
+
 def test_a_table_that_is_too_large_to_draw_is_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,7 +119,7 @@ def test_chunks_are_told_apart_by_lightness(eye: str) -> None:
 
 
 def test_each_kind_has_one_hue_of_its_own() -> None:
-    hues = {kind: hue(colour_of(kind, 0)) for kind in DRAWN}
+    hues = {kind: hue(colour_of(kind, 0, 2)) for kind in DRAWN}
     for kind in DRAWN:
         for chunks in (1, 2, 3, 4, 8):
             assert all(turn(hue(c), hues[kind]) <= 12 for c in shades(kind, chunks)), kind
@@ -149,7 +149,7 @@ def test_the_pages_ground_is_the_palettes() -> None:
 def test_numbers_on_bars_can_be_read(chunks: int) -> None:
     """WCAG 2 asks for a contrast of 4.5."""
     colours = [colour for kind in OF_CHUNKS for colour in shades(kind, chunks)]
-    colours += [colour_of(kind, 0) for kind in ONE_SHADE]
+    colours += [colour_of(kind, 0, 2) for kind in ONE_SHADE]
     assert len(set(colours)) == len(colours)
     for colour in colours:
         light, dark = sorted((luminance(colour), luminance(text_colour_on(colour))), reverse=True)

@@ -35,7 +35,7 @@ def test_every_rank_has_its_bars_in_one_shade() -> None:
         for kind in (PassKind.O, PassKind.V):
             bars = [bar for bar in bars_of(one) if (bar.rank, bar.kind) == (rank, kind)]
             assert sorted(bar.microbatch for bar in bars) == list(range(8))
-            assert {bar.colour for bar in bars} == {colour_of(kind, 0)}
+            assert {bar.colour for bar in bars} == {colour_of(kind, 0, 2)}
     words = {kind: text for kind, _, text in legend_of(one) if kind in OWN}
     assert words == {OWN[0]: "logits", OWN[1]: "loss", OWN[2]: "logit weights"}
 

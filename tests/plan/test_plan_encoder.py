@@ -77,6 +77,13 @@ def test_layers_of_an_encoder_cost_what_layers_cost_and_the_masked_scores() -> N
     assert work.weight == pytest.approx((layer * 3 + merging).weight)
 
 
+def test_an_encoder_holds_its_layers_and_what_its_products_read() -> None:
+    encoder = counted()
+    layers = 3 * layer_held(load(small()), 0).activation
+    read = 3 * 4 * 1024 + 1024  # of each merged patch: the input, both sides of GELU, the output
+    assert encoder.held.activation - layers == pytest.approx(2 * read * 256)
+
+
 def test_images_multiply_work_and_memory_but_not_the_states() -> None:
     one, two, four = counted(), counted(images=2), counted(images=4)
     more = two.work.total - one.work.total  # without the overhead of kernels

@@ -232,5 +232,32 @@ def test_latent_attention_is_counted_as_the_planner_counts_it(rank: int | None) 
     )
     linear = mixer.weights + 2 * hidden * hidden
     assert attention_of(args) == AttentionWork.counted(heads * mixer.score_width // 2, linear)
+    every = "*+-EMG"  # each kind that can be counted
+    assert attention_of(hybrid_arguments(), every) != NO_ATTENTION
+    assert attention_of(hybrid_arguments(), every + "D") == NO_ATTENTION
     del args.kv_lora_rank
     assert attention_of(args) == NO_ATTENTION
+
+
+def hybrid_arguments() -> SimpleNamespace:
+    """Sizes of every kind of layer."""
+    return SimpleNamespace(
+        hidden_size=64,
+        num_attention_heads=4,
+        ffn_hidden_size=128,
+        num_experts=4,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=32,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_head_dim=8,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=8,
+        mamba_state_dim=8,
+        mamba_head_dim=8,
+        mamba_num_groups=2,
+        linear_key_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_value_head_dim=8,
+    )

@@ -279,7 +279,7 @@ _USED_BY = {
     "measured": ("plan", "cli", "drawing"),
     "megatron_core": ("bridge", "megatron_lm"),
     "megatron_lm": ("cli",),
-    "plan": ("cli", "drawing"),
+    "plan": ("cli", "drawing", "distill"),
     "runtime": ("megatron_core",),
     "schedules": ("cli", "drawing", "plan"),
     "train": ("benchmarks",),
