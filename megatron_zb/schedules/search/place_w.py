@@ -194,7 +194,7 @@ class GapFiller:
             "of_pair": self._engine.floats(of_pair),
         }
 
-    def fill(self, eagerness: float, of_shards: float = 0.0, room: int = 1) -> Filled | None:
+    def fill(self, eagerness: float, of_shards: float, room: int = 1) -> Filled | None:
         """Return the filled order; None if ranks wait for each other.
 
         A W fills a wait of at least ``eagerness`` times its seconds, a V of ``of_shards`` times.
@@ -302,7 +302,9 @@ def place_weight_gradients(
     make = engine(len(_EAGERNESS) * sum(map(len, order)))
     m = request.num_microbatches
     filler = GapFiller(Problem(placement, m, costs, limit, rules=request.rules), order, make)
-    filled = [found for each in _EAGERNESS if (found := filler.fill(each)) is not None]
+    filled = [
+        found for each in _EAGERNESS if (found := filler.fill(each, of_shards=0.0)) is not None
+    ]
     best = min(filled, key=lambda found: found.seconds(back_to_back=request.back_to_back))
     ranks = filler.passes_of(best)
     schedule = Schedule(name, placement, m, ranks, rules=request.rules)
