@@ -196,7 +196,7 @@ def test_a_filled_order_takes_the_time_of_its_pairs() -> None:
     problem = Problem(looped(2), 3, table, (3.0, 3.0))
     filler = GapFiller(problem, order, kernels.Plain(), pairs)
     for eagerness in (1.0, 0.0):
-        filled = filler.fill(eagerness)
+        filled = filler.fill(eagerness, of_shards=0.0)
         assert filled is not None
         ranks = filler.passes_of(filled)
         schedule = Schedule("filled", looped(2), 3, ranks, pairs=pairs).validate()
