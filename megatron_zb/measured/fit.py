@@ -54,9 +54,10 @@ _USUAL = Variant()
 
 @dataclass(frozen=True)
 class FittedPart:
-    """One quantity of a layer, of the two ends of the model, and of a stage by itself.
+    """Seconds or bytes of a decoder layer, the embedding, the output layer, and an empty stage.
 
-    ``layers`` are those of each decoder layer, or nothing if they are alike; ``layer`` is the mean.
+    ``layers`` has a value for each decoder layer of a hybrid model, and is empty if all layers are
+    alike; ``layer`` is the mean.
     """
 
     layer: float

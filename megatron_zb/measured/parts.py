@@ -206,7 +206,7 @@ def _letters(stages: Sequence[StageTimes]) -> list[str]:
 
 
 def _ways(stage: StageTimes) -> tuple[Segments, Segments]:
-    """Return the passes in which the layers of a stage must be told apart."""
+    """Return the segments of F and of B, which need a mark for each kind of layer."""
     return stage.forward, stage.backward
 
 

@@ -53,7 +53,7 @@ def without_padding(optimizers: Sequence[Any]) -> Iterator[None]:
     shifted = [
         each
         for each in optimizers
-        if hasattr(each, "buffers") and not versions.saves_past_padding(type(each))
+        if hasattr(each, versions.RESHARDABLE) and not versions.saves_past_padding(type(each))
     ]
     buffers = [buffer for each in shifted for buffer in each.buffers]
     own = [buffer.param_index_map for buffer in buffers]

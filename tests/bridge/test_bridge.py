@@ -544,7 +544,7 @@ def test_a_provider_without_virtual_stages_builds_chunks() -> None:
         "    return MCoreHybridModel(config=config)\n"
     )
     names: dict[str, Any] = {"MCoreHybridModel": model, "provider": provider}
-    exec(source, names)  # as in a module of its own
+    exec(source, names)  # whose globals are those of a provider's module
     build = hybrid.by_chunks(provider, names["provide"])
     assert build("a config", vp_stage=1) == {"config": "a config", "vp_stage": 1}
     with pytest.raises(ValueError, match="wrong"):

@@ -26,7 +26,7 @@ TIMES = {"forward": 1.0, "backward": 1.2, "weight": 0.8, "p2p": 0.1}
 
 @cache
 def timeline_of(name: str) -> schedules.Timeline:
-    """Return the timeline of a small schedule, or of a feature that has passes of its own."""
+    """Simulate a small schedule; a name such as v-zb+offload adds a feature to it."""
     family, _, feature = name.partition("+")
     costs = schedules.Costs.uniform(pipeline_size=2, **TIMES)
     limit = None

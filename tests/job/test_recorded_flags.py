@@ -22,14 +22,13 @@ class Mistyped(Exception):
     """What argparse would end the process with."""
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Mistyped(settings.describe(self, message))
+
+
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="train", allow_abbrev=False)
-
-    def fail(message: str) -> NoReturn:
-        raise Mistyped(settings.describe(made, message))
-
-    made.error = fail  # type: ignore[method-assign]
-    return settings.add_megatron_lm_arguments(made)
+    return settings.add_megatron_lm_arguments(Parser(prog="train", allow_abbrev=False))
 
 
 def outcome(words: list[str]) -> str:
