@@ -140,9 +140,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained_hybrid(name: str | None, model: str) -> Steps:
-    """Three steps."""
-    with bridge_job(name, None, HYBRIDS[model]) as (job, _):
+def trained_hybrid(name: str | None, model: str, slices: int | None = None, **more: Any) -> Steps:
+    """Three steps; with a pipeline size, of replicas with a distributed optimizer."""
+    distributed = {"use_distributed_optimizer": "pipeline_size" in more}
+    with bridge_job(name, slices, HYBRIDS[model] | more, **distributed) as (job, _):
         return [job.train_one_step() for _ in range(3)]
 
 
@@ -153,6 +154,33 @@ def test_a_hybrid_model_of_bridges_provider_has_megatrons_losses(two: RankPool, 
     assert all(0 < each["lm loss"] < 6 for each in losses_of(expected[1]))
     for name in ("v-half", "v-zb", "zb-h1"):
         assert_alike(two.run(trained_hybrid, name=name, model=model), expected)
+
+
+PREDICTION = {"mtp_hybrid_override_pattern": "*-", "mtp_num_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("count", "more"),
+    [
+        (2, {"share_embeddings_and_output_weights": True}),
+        (2, PREDICTION),
+        (4, {"pipeline_size": 2}),
+    ],
+    ids=["tied", "prediction", "replicas"],
+)
+def test_a_hybrid_model_with_another_feature_has_megatrons_losses(
+    ranks: RankPools, count: int, more: dict[str, Any]
+) -> None:
+    pool = ranks(count, Kind.TRAINERS)
+    expected = pool.run(trained_hybrid, name=None, model="transformer", **more)
+    for name in NAMES:
+        assert_alike(pool.run(trained_hybrid, name=name, model="transformer", **more), expected)
+
+
+def test_a_hybrid_model_on_token_slices_has_megatrons_losses(two: RankPool) -> None:
+    expected = two.run(trained_hybrid, name=None, model="transformer")
+    for name in NAMES:
+        assert_close(two.run(trained_hybrid, name=name, model="transformer", slices=4), expected)
 
 
 def resumed(name: str | None, folder: str | None = None, slices: int | None = None) -> Steps:
