@@ -99,6 +99,7 @@ QUICK = ("distributed-buckets",)
         pytest.param(case, schedule, marks=() if (case in QUICK and schedule == "v-half") else FULL)
         for case in CASES
         for schedule in ("v-half", "v-zb", "wave")
+        if schedule != "wave" or not CASES[case].layout  # a wave has eight stages
     ],
 )
 def test_a_v_saves_and_all_go_on_with_its_losses(
@@ -107,6 +108,7 @@ def test_a_v_saves_and_all_go_on_with_its_losses(
     order: list[str | None] = [schedule, None, "v-min"]
     if CASES[case].layout:  # Megatron's own has other stages
         order = [schedule, "v-min"]
-    for found in ranks(4).run(losses, case=CASES[case], schedules=order, folder=tmp_path):
+    trained = replace(CASES[case], layers=8) if schedule == "wave" else CASES[case]
+    for found in ranks(4).run(losses, case=trained, schedules=order, folder=tmp_path):
         assert len(found[0]) == 16
         assert found == [found[0]] * len(found)
