@@ -26,6 +26,8 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.schedule import Schedule
@@ -61,8 +63,8 @@ class Problem:
         p = self.placement.pipeline_size
         costs = Costs.uniform(pipeline_size=p, forward=20, backward=24, weight=16, p2p=1)
         if self.recomputes:
-            costs = costs.with_recomputation(kept_input=0.1)
-        return costs.with_offload(seconds=18) if self.offloads else costs
+            costs = costs.having(Recomputation(kept_input=0.1))
+        return costs.having(Offload(seconds=18)) if self.offloads else costs
 
     @property
     def limits(self) -> tuple[float, ...]:
@@ -174,11 +176,11 @@ class _Unit:
         self.seconds = {kind: round(costs.seconds[kind][stage]) for kind in at}
         self.state: dict[PassKind, Any] = {}
         is_last = stage == model.placement.num_stages - 1
-        if costs.recompute and not is_last:
+        if "kept_input" in costs.memory and not is_last:
             self.state[PassKind.R] = cp.new_bool_var("dropped")
             at[PassKind.R] = model.time()
-            self.seconds[PassKind.R] = round(costs.recompute[stage])
-        if costs.copy and not is_last:
+            self.seconds[PassKind.R] = round(costs.seconds[PassKind.R][stage])
+        if costs.copies is not None and not is_last:
             self.state[PassKind.H] = cp.new_bool_var("moved")
             at |= {PassKind.D: model.time(), PassKind.H: model.time()}
             self.seconds |= {PassKind.D: 0, PassKind.H: 0}
@@ -203,7 +205,7 @@ class _Unit:
             cp.add(at[PassKind.B] >= self.end(PassKind.R)).only_enforce_if(self.state[PassKind.R])
         if PassKind.H not in at:
             return
-        moved, copy = self.state[PassKind.H], round(model.costs.copy[self.stage])
+        moved, copy = self.state[PassKind.H], round(model.copy_seconds[self.stage])
         self.out, self.back = model.time(), model.time()
         cp.add(self.out >= self.end(PassKind.F))
         cp.add(at[PassKind.D] >= self.out + copy).only_enforce_if(moved)
@@ -218,12 +220,15 @@ class _Unit:
     def held(self, costs: StageCosts) -> Iterator[tuple[Any, Any, float, Any]]:
         """Yield from when to when it holds how much memory, and whether it does."""
         at, end = self.at, self.end(PassKind.B)
-        whole, rest = costs.activation[self.stage], costs.held_for_weight[self.stage]
+        whole, rest = (
+            costs.memory["activation"][self.stage],
+            costs.memory["held_for_weight"][self.stage],
+        )
         yield at[PassKind.F], end, whole, self.kept
         yield end, self.end(PassKind.W), rest, 1
         if PassKind.R in at:
             dropped = self.state[PassKind.R]
-            yield at[PassKind.F], at[PassKind.R], costs.kept_input[self.stage], dropped
+            yield at[PassKind.F], at[PassKind.R], costs.memory["kept_input"][self.stage], dropped
             yield at[PassKind.R], end, whole, dropped
         if PassKind.H in at:
             moved = self.state[PassKind.H]
@@ -237,9 +242,10 @@ class _Model:
     ) -> None:
         self.placement, self.m, self.costs = placement, m, costs
         self.cp = cp_model.CpModel()
+        self.copy_seconds = () if costs.copies is None else costs.copies.seconds
         kinds = (PassKind.F, PassKind.B, PassKind.W, PassKind.R)
-        work = sum(sum(costs.seconds[kind]) for kind in kinds) + 2 * sum(costs.copy)
-        latencies = sum(costs.forward_p2p) + sum(costs.backward_p2p)
+        work = sum(sum(costs.seconds[kind]) for kind in kinds) + 2 * sum(self.copy_seconds)
+        latencies = sum(costs.latency[PassKind.F]) + sum(costs.latency[PassKind.B])
         self.horizon = round(m * (work + latencies)) + 1
         self.units = [[_Unit(self, s, j) for j in range(m)] for s in range(placement.num_stages)]
         self.last = self.time()
@@ -259,7 +265,7 @@ class _Model:
     def _add_messages(self) -> None:
         costs = self.costs
         for stage, (row, following) in enumerate(pairwise(self.units)):
-            there, back = costs.forward_p2p[stage], costs.backward_p2p[stage + 1]
+            there, back = costs.latency[PassKind.F][stage], costs.latency[PassKind.B][stage + 1]
             for one, other in zip(row, following, strict=True):
                 self.cp.add(other.at[PassKind.F] >= one.end(PassKind.F) + round(there))
                 self.cp.add(one.at[PassKind.B] >= other.end(PassKind.B) + round(back))

@@ -35,7 +35,9 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import costs_of, counted
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import read_profile
+from megatron_zb.schedules.costs import times
 from megatron_zb.schedules.layout import Layers, spread
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.train.synthetic_steps import SyntheticSteps, join
 
@@ -148,15 +150,13 @@ def _at_start(args: argparse.Namespace) -> schedules.Costs:
 def _costs(args: argparse.Namespace, fit: Fit, placement: Placement) -> schedules.Costs:
     counts = spread(Layers(args.layers), placement)
     costs = fit.costs(placement, counts)
-    work = [sum(times) for times in zip(costs.forward, costs.backward, costs.weight, strict=True)]
+    kinds = PassKind.F, PassKind.B, PassKind.W
+    work = [sum(of_slice) for of_slice in zip(*(costs.seconds[k] for k in kinds), strict=True)]
     busiest = max(sum(work[s] for s in held) for held in placement.stages_of)
     scale = args.milliseconds / 1000 / busiest
     return replace(
         costs,
-        forward=tuple(scale * t for t in costs.forward),
-        backward=tuple(scale * t for t in costs.backward),
-        weight=tuple(scale * t for t in costs.weight),
-        whole=tuple(scale * t for t in costs.whole),
+        seconds={kind: times(table, scale) for kind, table in costs.seconds.items()},
         p2p=tuple(tuple(0.0 for _ in row) for row in costs.p2p),
         slowdown=(1.0,) * args.ranks,  # of a machine with fewer cores than ranks
     )

@@ -24,6 +24,7 @@ import provenance
 from megatron_zb import schedules
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.families import dualpipe_v_order, overlapped
+from megatron_zb.schedules.features.communication import Communication
 from megatron_zb.schedules.placement import wave
 
 
@@ -46,7 +47,7 @@ class Job:
             weight=0.8,
             p2p=0.05,
         )
-        return costs.with_communication(forward=comm, backward=back) if pairs else costs
+        return costs.having(Communication(forward=comm, backward=back)) if pairs else costs
 
 
 def searched(job: Job, comm: float, limit: float) -> dict[str, Any]:

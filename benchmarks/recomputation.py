@@ -24,6 +24,8 @@ import provenance
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
 
 WORK = 3.0  # seconds of F, B and W of a microbatch on a rank
 
@@ -105,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
 def offloaded(p: int, m: int, limits: list[float], copy: float) -> list[dict[str, Any]]:
     """Print and return `auto` with moves to the host, a row for each limit."""
     rows = []
-    costs = costs_of(p).with_offload(seconds=WORK * copy)
+    costs = costs_of(p).having(Offload(seconds=WORK * copy))
     print(f"\nto the host, {copy:g} of F, B and W each way")
     print("limit  makespan    loss  moved   host  placement   bound")
     for limit in limits:
@@ -124,7 +126,7 @@ def offloaded(p: int, m: int, limits: list[float], copy: float) -> list[dict[str
 def main() -> int:
     args = parser().parse_args()
     p, m = args.ranks, args.microbatches
-    mixed = costs_of(p).with_recomputation(kept_input=args.kept)
+    mixed = costs_of(p).having(Recomputation(kept_input=args.kept))
     rows = []
     print("limit  all kept    loss  some dropped    loss  dropped  placement   bound")
     for limit in args.limits:

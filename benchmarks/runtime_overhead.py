@@ -41,6 +41,9 @@ from rich.table import Table
 from megatron_zb import schedules
 from megatron_zb.runtime.progress import RankProgress
 from megatron_zb.runtime.watchdog import Inquiry, Watchdog, WatchedRank
+from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.train.synthetic_steps import SyntheticSteps, join, seconds_of_link
 
@@ -117,11 +120,11 @@ def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, re
     )
     if args.exchange:
         exchange = args.exchange * forward
-        costs = costs.with_communication(forward=exchange, backward=exchange)
+        costs = costs.having(Communication(forward=exchange, backward=exchange))
     if args.recompute is not None:
-        costs = costs.with_recomputation(kept_input=args.recompute)
+        costs = costs.having(Recomputation(kept_input=args.recompute))
     if args.offload is not None:
-        costs = costs.with_offload(seconds=args.offload * (forward + backward + weight))
+        costs = costs.having(Offload(seconds=args.offload * (forward + backward + weight)))
     results: dict[str, Any] = {}
     orders = {name: _built_once(rank, name, args, costs) for name in args.schedules}
     for name, built in tuple(orders.items()):

@@ -26,6 +26,10 @@ import provenance
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import catalog, interchange, slices
+from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.search import placement_search
 
 PLAIN = "plain"
@@ -77,15 +81,15 @@ def draw_other(rng: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
     )
     if kind == "pairs":
         exchange = {"forward": rng.uniform(0.1, 0.6), "backward": rng.uniform(0.1, 0.6)}
-        costs = costs.with_communication(**exchange)
+        costs = costs.having(Communication(**exchange))
     if kind in ("R", "R+DH"):
-        costs = costs.with_recomputation(kept_input=rng.uniform(0.01, 0.1))
+        costs = costs.having(Recomputation(kept_input=rng.uniform(0.01, 0.1)))
     if kind in ("DH", "R+DH"):
-        costs = costs.with_offload(seconds=rng.uniform(0.2, 1.0))
+        costs = costs.having(Offload(seconds=rng.uniform(0.2, 1.0)))
     if kind in ("vocabulary", "embedding"):
         output, weight = rng.uniform(1, 3), rng.uniform(0.5, 1.5)
         lookup = 0.01 if kind == "embedding" else None
-        costs = costs.with_vocabulary(output=output, weight=weight, lookup=lookup)
+        costs = costs.having(Vocabulary(output=output, weight=weight, lookup=lookup))
     if kind == "lengths":
         costs = costs.of_lengths([rng.uniform(0.5, 2) for _ in range(m)])
     if kind in SLICED:

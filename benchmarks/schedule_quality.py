@@ -39,6 +39,9 @@ from torch_schedules import torch_schedules
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules.costs import averaged
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.placement import v_shape
 from megatron_zb.schedules.search import placement_search
 
@@ -369,7 +372,7 @@ def _unequal_cell(cell: tuple[str, int, int, float]) -> float:
     costs = unequal_costs(kind, p)
     make = partial(schedules.build, "auto", pipeline_size=p, num_microbatches=m, memory_limit=limit)
     aware = schedules.simulate(make(costs=costs), costs).makespan
-    blind = schedules.simulate(make(costs=costs.averaged()), costs).makespan
+    blind = schedules.simulate(make(costs=averaged(costs)), costs).makespan
     return blind / aware
 
 
@@ -457,8 +460,8 @@ def states(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _with_states(cell: Cell, kept: float, seconds: float) -> StateCell:
-    costs = _costs(cell.pipeline_size, cell.costs).with_recomputation(kept_input=KEPT_INPUT)
-    costs = costs.with_offload(seconds=COPY * sum(cell.costs[:3]))
+    costs = _costs(cell.pipeline_size, cell.costs).having(Recomputation(kept_input=KEPT_INPUT))
+    costs = costs.having(Offload(seconds=COPY * sum(cell.costs[:3])))
     start = time.perf_counter()
     with patch.object(placement_search, "RECOMPUTE_SECONDS", seconds):
         found = schedules.build(

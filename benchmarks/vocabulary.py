@@ -27,6 +27,7 @@ from rich.table import Table
 from megatron_zb import schedules
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.vocabulary import Vocabulary, with_prediction
 from megatron_zb.schedules.placement import Placement
 
 _FORWARD, _BACKWARD, _WEIGHT, _HOP = 0.25, 0.3, 0.2, 0.05
@@ -91,7 +92,7 @@ def _built(args: argparse.Namespace, name: str, costs: Costs) -> tuple[float, fl
     schedule = schedules.build(name, costs=costs, **sizes)
     timeline = schedules.simulate(schedule, costs)
     assert schedule.report is not None
-    share = sum(costs.activation) / args.ranks
+    share = sum(costs.memory["activation"]) / args.ranks
     return timeline.makespan, max(timeline.peak_memory) / share, schedule.report.lower_bound
 
 
@@ -110,13 +111,15 @@ def _with_layers(placement: Placement, counts: layout.Layout, output: float) -> 
 
 
 def _cut(args: argparse.Namespace, costs: Costs, output: float) -> Costs:
-    costs = costs.with_vocabulary(
-        output=(_FORWARD + _BACKWARD) * output,
-        weight=_WEIGHT * output,
-        held=_LOGITS * output + _INPUT * args.ranks * (1 + args.prediction_layers),
-        lookup=0.0,
+    costs = costs.having(
+        Vocabulary(
+            output=(_FORWARD + _BACKWARD) * output,
+            weight=_WEIGHT * output,
+            held=_LOGITS * output + _INPUT * args.ranks * (1 + args.prediction_layers),
+            lookup=0.0,
+        )
     )
-    return costs.with_prediction() if args.prediction_layers else costs
+    return with_prediction(costs) if args.prediction_layers else costs
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import sys
 
 from megatron_zb import schedules
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.waiting_kernels import Waiting, waiting_kernels
 
 ROWS = [(name, 8, 32, False) for name in ("1f1b", "zb-h1", "v-half", "v-zb")]
@@ -27,7 +28,7 @@ def replayed(
     """Return what waits on each rank: with receives as early as can be, and as they are."""
     costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.2, weight=0.8)
     if with_vocabulary:
-        costs = costs.with_vocabulary(output=0.5, weight=0.25, lookup=0.02)
+        costs = costs.having(Vocabulary(output=0.5, weight=0.25, lookup=0.02))
     schedule = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
     timeline = schedules.simulate(schedule, costs)
     early = schedules.lower(schedule, timeline, captured=True)

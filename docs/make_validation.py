@@ -35,6 +35,7 @@ from megatron_zb.plan.stages import StageWorkload, cut_into_stages
 from megatron_zb.plan.strategy import Choices, ScheduleCandidate, Strategy, candidates_of
 from megatron_zb.plan.work import Workload
 from megatron_zb.schedules import Costs, Schedule, families
+from megatron_zb.schedules.costs import averaged
 from megatron_zb.schedules.request import Limit, Request
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,7 +180,7 @@ def _published_build(family: str) -> Build:
 
     def solved(costs: Costs, m: int) -> Schedule:
         return schedules.build(
-            family, pipeline_size=costs.pipeline_size, num_microbatches=m, costs=costs.averaged()
+            family, pipeline_size=costs.pipeline_size, num_microbatches=m, costs=averaged(costs)
         )
 
     def repeated(costs: Costs, m: int) -> Schedule:

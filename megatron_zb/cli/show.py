@@ -14,6 +14,10 @@ from megatron_zb.errors import UsageError, raise_first
 from megatron_zb.parsing import flag_of, positive, seconds
 from megatron_zb.schedules import catalog, conflicts, interchange
 from megatron_zb.schedules.bounds import lower_bound
+from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.slices import KEPT, Slicing
 
@@ -446,16 +450,16 @@ def _costs(
         p2p=arguments.p2p,
     )
     if arguments.forward_comm or arguments.backward_comm:
-        costs = costs.with_communication(
-            forward=arguments.forward_comm, backward=arguments.backward_comm
+        costs = costs.having(
+            Communication(forward=arguments.forward_comm, backward=arguments.backward_comm)
         )
     if arguments.recompute is not None:
-        costs = costs.with_recomputation(kept_input=arguments.recompute)
+        costs = costs.having(Recomputation(kept_input=arguments.recompute))
     if arguments.offload is not None:
-        costs = costs.with_offload(seconds=arguments.offload)
+        costs = costs.having(Offload(seconds=arguments.offload))
     output = arguments.cut_output
     if output is None:
         return costs
     logits = output * (arguments.forward + arguments.backward)
     weight, lookup = output * arguments.weight, 0.0 if lookups else None
-    return costs.with_vocabulary(output=logits, weight=weight, lookup=lookup)
+    return costs.having(Vocabulary(output=logits, weight=weight, lookup=lookup))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import chain, groupby
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -42,6 +43,9 @@ from megatron_zb.schedules import Pass, PassKind, Schedule, Timeline, catalog, s
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.stage_costs import StageCosts
 from megatron_zb.schedules.task_graph import Copy
+
+_F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
+
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -249,13 +253,22 @@ def costs(table: StageCosts) -> dict[str, list[float]]:
     """
     if table.microbatches:
         raise UsageError("a page draws microbatches that all cost the same: give it such costs")
-    named = asdict(table)
-    return {
-        name: list(values[:1] if len(set(values)) == 1 else values)
-        for name, values in named.items()
-        if name in ("forward", "backward", "weight", "whole", "activation", "held_for_weight")
-        or name.endswith(("_p2p", "_comm"))
-    } | {"pair_loss": [table.pair_loss]}
+    seconds, none = table.seconds, ()
+    halves = tuple(map(add, seconds[_B], seconds[_W]))
+    named: dict[str, Sequence[float]] = {
+        "forward": seconds[_F],
+        "backward": seconds[_B],
+        "weight": seconds[_W],
+        "forward_p2p": (*table.latency[_F][:-1], 0.0),
+        "backward_p2p": (0.0, *table.latency[_B][1:]),
+        "activation": table.memory["activation"],
+        "held_for_weight": table.memory["held_for_weight"],
+        "whole": none if seconds[_BW] == halves else seconds[_BW],
+        "forward_comm": table.exchange.get(_F, none),
+        "backward_comm": table.exchange.get(_B, none),
+    }
+    of_stages = {k: list(of[:1] if len(set(of)) == 1 else of) for k, of in named.items()}
+    return of_stages | {"pair_loss": [table.pair_loss]}
 
 
 def legend(timeline: Timeline) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,14 @@ from megatron_zb.drawing.chart import (
 )
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Costs, Report, Schedule, Timeline, catalog, simulate
+from megatron_zb.schedules.costs import filled
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.vocabulary import Vocabulary
+from megatron_zb.schedules.passes import PassKind
+
+_F, _B, _W = PassKind.F, PassKind.B, PassKind.W
+
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -168,7 +176,7 @@ def explorer_context(
         unit: unit of the times on the page.
     """
     if costs is not None:
-        costs = replace(costs.with_all_kept(), vocabulary=None)
+        costs = costs.without(lambda it: it.drops or isinstance(it, Vocabulary))
     known = [timeline for timeline in own if html_drawing.is_text(timeline.schedule)]
     own, limit = (known, limit) if known else ([_baseline(own[0], costs)], None)
     first = own[0]
@@ -236,9 +244,9 @@ def _is_alike(costs: Costs) -> bool:
     p = costs.pipeline_size
     return costs == Costs.uniform(
         pipeline_size=p,
-        forward=costs.forward[0],
-        backward=costs.backward[0],
-        weight=costs.weight[0],
+        forward=costs.seconds[_F][0],
+        backward=costs.seconds[_B][0],
+        weight=costs.seconds[_W][0],
         p2p=costs.p2p[0][1],
     )
 
@@ -246,11 +254,11 @@ def _is_alike(costs: Costs) -> bool:
 def _means(timeline: Timeline, costs: Costs | None, unit: TimeUnit) -> dict[str, float]:
     """Return times of a microbatch on a rank and of a transfer; rounded means if stages differ."""
     if costs is not None and _is_alike(costs):
-        times = (costs.forward[0], costs.backward[0], costs.weight[0], costs.p2p[0][1])
+        times = (*(costs.seconds[kind][0] for kind in (_F, _B, _W)), costs.p2p[0][1])
         return dict(zip(_TIMES, (time * unit.scale for time in times), strict=True))
     table, p = timeline.costs, timeline.schedule.placement.pipeline_size
-    latencies = [latency for latency in (*table.forward_p2p, *table.backward_p2p) if latency > 0]
-    means = [sum(times) / p for times in (table.forward, table.backward, table.weight)]
+    latencies = [late for late in (*table.latency[_F][:-1], *table.latency[_B][1:]) if late > 0]
+    means = [sum(table.seconds[kind]) / p for kind in (_F, _B, _W)]
     means.append(sum(latencies) / len(latencies) if latencies else 0.0)
     return {
         name: float(f"{mean * unit.scale:.4g}") for name, mean in zip(_TIMES, means, strict=True)
@@ -333,7 +341,7 @@ def picture(
 def _facts(timeline: Timeline, report: Report, costs: Costs) -> dict[str, str]:
     placement = timeline.schedule.placement
     p = placement.pipeline_size
-    times = [sum(slices) / p for slices in (costs.forward, costs.backward, costs.weight)]
+    times = [sum(costs.seconds[kind]) / p for kind in (_F, _B, _W)]
     return {
         "pipeline ranks": f"{p}",
         "microbatches": f"{timeline.schedule.num_microbatches}",
@@ -348,11 +356,11 @@ def _facts(timeline: Timeline, report: Report, costs: Costs) -> dict[str, str]:
 
 
 def _facts_of_recompute_and_offload(costs: Costs) -> dict[str, str]:
-    facts = {"R": costs.recompute, "a copy to the host": costs.copy}
+    found = {"R": costs.feature(Recomputation), "a copy to the host": costs.feature(Offload)}
     return {
-        f"{what} of a microbatch on a rank": f"{sum(slices) / costs.pipeline_size:g}"
-        for what, slices in facts.items()
-        if slices
+        f"{what} of a microbatch on a rank": f"{sum(filled(it.seconds)) / costs.pipeline_size:g}"
+        for what, it in found.items()
+        if it is not None
     }
 
 

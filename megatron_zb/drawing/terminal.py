@@ -36,6 +36,7 @@ from megatron_zb.drawing.chart import (
     worst_of,
 )
 from megatron_zb.schedules import PassKind, Report, Timeline
+from megatron_zb.schedules.stage_costs import HostCopies
 
 LETTERS = {PassKind.BW: "D"}
 """Letters of kinds in a drawing, where they are not their names."""
@@ -145,13 +146,15 @@ def _print_memory(timeline: Timeline, console: Console, columns: int, label_widt
 
 def _copies_in_words(timeline: Timeline) -> str:
     """Describe the offload: how many forwards, how much, and the busiest copy engine."""
-    costs, first = timeline.costs, 1 if timeline.costs.full_duplex else 2
+    copies = timeline.costs.copies or HostCopies(())
+    first = 1 if copies.full_duplex else 2
     busy = max(
-        sum(copy.end - copy.start for copy in copies if copy.to_host) for copies in timeline.copies
+        sum(copy.end - copy.start for copy in of_rank if copy.to_host)
+        for of_rank in timeline.copies
     )
     forwards = timeline.schedule.placement.num_stages * timeline.schedule.num_microbatches
     held = max(timeline.peak_host)
-    limit = f" of {costs.host_limit:g}" if math.isfinite(costs.host_limit) else ""
+    limit = f" of {copies.limit:g}" if math.isfinite(copies.limit) else ""
     return (
         f"{len(timeline.schedule.offloaded)} of {forwards} forwards are offloaded to the host, "
         f"which holds {held:.4g}{limit} microbatches of one rank at most; the busiest copy engine "

@@ -26,6 +26,7 @@ from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.measured.usual_gpu import ShardOverhead
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import Costs, PassKind, Schedule, layout, simulate
+from megatron_zb.schedules.features.vocabulary import Vocabulary, with_prediction
 from megatron_zb.schedules.layout import Layers, Layout
 from megatron_zb.schedules.placement import Placement
 
@@ -170,7 +171,7 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, sharded: b
     costs = ends.shard_overhead.costs(
         costs, layer, products=2 * output, weight=output, embedding=3 * embedding, held=0.0
     )
-    return costs.with_prediction() if ends.kept else costs
+    return with_prediction(costs) if ends.kept else costs
 
 
 def with_counted_vocabulary(costs: Costs, layers: int, output: float, *, predicts: bool) -> Costs:
@@ -180,8 +181,8 @@ def with_counted_vocabulary(costs: Costs, layers: int, output: float, *, predict
     named schedules for these.
     """
     layer = output * costs.pipeline_size / max(layers, 1)
-    costs = costs.with_vocabulary(output=2 * layer, weight=layer, lookup=0.0)
-    return costs.with_prediction() if predicts else costs
+    costs = costs.having(Vocabulary(output=2 * layer, weight=layer, lookup=0.0))
+    return with_prediction(costs) if predicts else costs
 
 
 def counted(

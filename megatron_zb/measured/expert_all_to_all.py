@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
-from megatron_zb.schedules import Costs
-from megatron_zb.schedules.costs import PAIR_LOSS
+from megatron_zb.schedules import Costs, PassKind
+from megatron_zb.schedules.features.communication import PAIR_LOSS, Communication
+
+_F, _B, _W = PassKind.F, PassKind.B, PassKind.W
 
 ALL_TO_ALL = 0.5
 """Assumed expert all-to-all of a pass, as a share of the rest of a forward, until measured."""
@@ -39,8 +41,8 @@ class PairTimes(NamedTuple):
 class HiddenAllToAll:
     """Seconds of each stage that a pair hides of its F, and as many of its B or BW; see the module.
 
-    ``loss`` is ``Costs.pair_loss``, and ``share`` the all-to-all as a share of the rest of a
-    forward.
+    ``loss`` is that of :class:`Communication`, and ``share`` the all-to-all as a share of the rest
+    of a forward.
     """
 
     seconds: tuple[float, ...]
@@ -65,24 +67,22 @@ class HiddenAllToAll:
 
     def split_off(self, costs: Costs) -> Costs:
         """Return costs with the seconds of each slice as a part of F, B and BW that pairs hide."""
-        pairs = zip(self.seconds, costs.forward, costs.backward, strict=True)
+        pairs = zip(self.seconds, costs.seconds[_F], costs.seconds[_B], strict=True)
         all_to_all = [min(seconds, _MOST * f, _MOST * b) for seconds, f, b in pairs]
 
         def rest(whole: Sequence[float]) -> tuple[float, ...]:
             return tuple(max(0.0, a - b) for a, b in zip(whole, all_to_all, strict=True))
 
-        return replace(
-            costs,
-            forward=rest(costs.forward),
-            backward=rest(costs.backward),
-            whole=rest(costs.whole) if costs.whole else (),
-        ).with_communication(forward=all_to_all, backward=all_to_all, pair_loss=self.loss)
+        rests = {k: rest(of) if k is not _W else of for k, of in costs.seconds.items()}
+        return replace(costs, seconds=rests).having(
+            Communication(forward=all_to_all, backward=all_to_all, pair_loss=self.loss)
+        )
 
 
 def with_all_to_all(costs: Costs, share: float = ALL_TO_ALL, loss: float = PAIR_LOSS) -> Costs:
     """Return equal or counted costs with an all-to-all of ``share`` of the rest of a forward."""
-    seconds = share * sum(costs.forward) / costs.pipeline_size
-    return costs.with_communication(forward=seconds, backward=seconds, pair_loss=loss)
+    seconds = share * sum(costs.seconds[_F]) / costs.pipeline_size
+    return costs.having(Communication(forward=seconds, backward=seconds, pair_loss=loss))
 
 
 def _fitted(pairs: Sequence[PairTimes]) -> dict[int, float]:

@@ -17,6 +17,7 @@ from typing import Protocol
 from megatron_zb.measured.profile import Parts, PartSeconds, Profile, VocabularyTimes
 from megatron_zb.measured.usual_gpu import ShardOverhead
 from megatron_zb.schedules import Costs, layout
+from megatron_zb.schedules.features.vocabulary import with_prediction
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 
@@ -192,7 +193,7 @@ class Fit(CostModel):
         costs, profile = self._costs(self.left, placement, counts), self.profile
         if profile.vocabulary is not None:
             costs = profile.vocabulary.added_to(costs, profile.rank_of[-1])
-            return costs.with_prediction() if profile.multi_token else costs
+            return with_prediction(costs) if profile.multi_token else costs
         output = {name: part.output - self.left[name].output for name, part in self.parts.items()}
         costs = shard_overhead.costs(
             costs,
@@ -202,7 +203,7 @@ class Fit(CostModel):
             embedding=self.depths * sum(self.parts[name].embedding for name in _SECONDS),
             held=output["activation"],
         )
-        return costs.with_prediction() if profile.multi_token else costs
+        return with_prediction(costs) if profile.multi_token else costs
 
     def layouts(self, placement: Placement, variant: Variant) -> Sequence[Layout]:
         """Return the even layout, and the one that counts the ends as so many layers.

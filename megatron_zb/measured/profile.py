@@ -21,6 +21,10 @@ from megatron_zb.measured import config
 from megatron_zb.measured.config import Section
 from megatron_zb.measured.expert_all_to_all import HiddenAllToAll, PairTimes
 from megatron_zb.schedules import Costs, layout
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.vocabulary import Vocabulary, with_prediction
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.step_plan import AttentionWork
 
@@ -215,12 +219,14 @@ class VocabularyTimes(Section):
             return float(seconds + more * getattr(self.host, name))
 
         loss = self.loss / costs.slowdown[end] + (self.host.loss if host else 0.0)
-        return costs.with_vocabulary(
-            output=total("output"),
-            weight=total("weight"),
-            loss=loss,
-            held=len(self.shards) * max(shard.held for shard in self.shards),
-            lookup=(total("lookup") + total("gradient")) / 2,
+        return costs.having(
+            Vocabulary(
+                output=total("output"),
+                weight=total("weight"),
+                loss=loss,
+                held=len(self.shards) * max(shard.held for shard in self.shards),
+                lookup=(total("lookup") + total("gradient")) / 2,
+            )
         )
 
 
@@ -409,7 +415,7 @@ class Profile(Section):
         if self.vocabulary is None:
             return costs
         costs = self.vocabulary.added_to(costs, placement.rank_of[-1], host=host)
-        return costs.with_prediction() if self.multi_token else costs
+        return with_prediction(costs) if self.multi_token else costs
 
     @property
     def multi_token(self) -> int:
@@ -427,8 +433,10 @@ class Profile(Section):
                 return forward
             return forward + (stage.recompute - stage.forward) / costs.slowdown[stage.rank]
 
-        seconds = [again(*each) for each in zip(self.stages, costs.forward, strict=True)]
-        return costs.with_recomputation(kept_input=self.message, seconds=seconds)
+        seconds = [
+            again(*each) for each in zip(self.stages, costs.seconds[PassKind.F], strict=True)
+        ]
+        return costs.having(Recomputation(kept_input=self.message, seconds=seconds))
 
     def with_offload(self, costs: Costs, host_limit: float = math.inf) -> Costs:
         """Return the costs of the stages that ran, with the choice to offload activations.
@@ -446,10 +454,12 @@ class Profile(Section):
                 "the profile does not say how fast activations are copied to the host: profile a "
                 "run of this version"
             )
-        return costs.with_offload(
-            seconds=[held / link.bandwidth for held in costs.activation],
-            full_duplex=link.full_duplex,
-            host_limit=host_limit,
+        return costs.having(
+            Offload(
+                seconds=[held / link.bandwidth for held in costs.memory["activation"]],
+                full_duplex=link.full_duplex,
+                host_limit=host_limit,
+            )
         )
 
     @property

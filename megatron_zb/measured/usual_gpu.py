@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_zb.schedules import Costs
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 
 _FLOPS_PER_BYTE = 200
 _FLOPS_PER_BYTE_SENT = 2000
@@ -86,12 +87,14 @@ class ShardOverhead:
         p = costs.pipeline_size
         traffic = self.traffic * layer / 2
         gathering = p * self.gathering * layer
-        return costs.with_vocabulary(
-            output=products + traffic + GATHERED_IN_O * gathering,
-            weight=weight + traffic + GATHERED_IN_V * gathering,
-            loss=p * self.adding * layer,
-            held=held,
-            lookup=p * embedding / 2 + GATHERED_IN_E * gathering,
+        return costs.having(
+            Vocabulary(
+                output=products + traffic + GATHERED_IN_O * gathering,
+                weight=weight + traffic + GATHERED_IN_V * gathering,
+                loss=p * self.adding * layer,
+                held=held,
+                lookup=p * embedding / 2 + GATHERED_IN_E * gathering,
+            )
         )
 
 

@@ -57,6 +57,8 @@ from megatron_zb.runtime.channels import GroupOptions
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.request import Limit
 from megatron_zb.schedules.schedule import Schedule
@@ -348,7 +350,7 @@ class PipelineAdapter:
         Raises:
             UsageError: the output layer is vocabulary parallel.
         """
-        if self.costs.vocabulary is not None:
+        if self.costs.feature(Vocabulary) is not None:
             raise UsageError(
                 "optimizer post-validation cannot be combined with a vocabulary-parallel output "
                 "layer: the forwards that run again have no passes of it"
@@ -376,7 +378,9 @@ class PipelineAdapter:
         """
         use = ProfileUse.of(self.current, path, every, is_named=is_named)
         if use is not None:
-            times_copies = path is not None or bool(self.costs.copy or self.schedule.offloaded)
+            times_copies = path is not None or bool(
+                self.costs.feature(Offload) or self.schedule.offloaded
+            )
             host = (lambda: self.part(OffloadPart).host) if times_copies else None
             letters = self.layer_layout.letters
             self._add(ProfilePart(self.current, letters, self._splits, use, host))

@@ -14,7 +14,9 @@ from megatron_zb.measured.expert_all_to_all import with_all_to_all
 from megatron_zb.measured.profile import Profile
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Build
-from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.costs import Costs, with_frozen, with_unsplit
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.lowering import Program, lower
 from megatron_zb.schedules.passes import PassKind
@@ -256,7 +258,7 @@ class CurrentSchedule:
         before = self.bubble_rate
         left = [max(1 - share, 1e-9) for share in frozen]  # of which B has its share
         of_left = [min(part / rest, 1.0) for part, rest in zip(unsplit, left, strict=True)]
-        self.costs = self.costs.with_frozen(frozen).with_unsplit(of_left)
+        self.costs = with_unsplit(with_frozen(self.costs, frozen), of_left)
         line = (
             f"{'; '.join(said)}: the expected bubble is {100 * self.bubble_rate:.1f} %, not "
             f"{100 * before:.1f} %"
@@ -428,8 +430,8 @@ def _assumed_costs(settings: ScheduleSettings, sizes: JobSizes) -> Costs:
         shares = (all_to_all.share, all_to_all.loss) if all_to_all else ()
         costs = with_all_to_all(costs, *shares)
     if settings.pipeline_recompute == "auto":
-        layer = sum(costs.activation) / max(layers, 1)
-        costs = costs.with_recomputation(kept_input=_INPUT * layer)
+        layer = sum(costs.memory["activation"]) / max(layers, 1)
+        costs = costs.having(Recomputation(kept_input=_INPUT * layer))
     if settings.pipeline_offload == "auto":
         copy = (profile and profile.copy_share) or sizes.copy
         if copy is None:
@@ -437,10 +439,11 @@ def _assumed_costs(settings: ScheduleSettings, sizes: JobSizes) -> Costs:
                 "pipeline_offload needs the seconds of a copy: give copy, such as 0.1, their share "
                 "of the passes that use it"
             )
-        passes = zip(costs.forward, costs.backward, costs.weight, strict=True)
+        kinds = PassKind.F, PassKind.B, PassKind.W
+        passes = zip(*(costs.seconds[kind] for kind in kinds), strict=True)
         most = _in_unit_of(costs, settings.host_limit, is_measured=False)
         seconds = [copy * sum(of_slice) for of_slice in passes]
-        costs = costs.with_offload(seconds=seconds, host_limit=most)
+        costs = costs.having(Offload(seconds=seconds, host_limit=most))
     return costs
 
 

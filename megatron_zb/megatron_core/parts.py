@@ -21,6 +21,7 @@ from megatron_zb.megatron_core.telemetry import SpansPart
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
 from megatron_zb.megatron_core.vocabulary import VocabularyPart
 from megatron_zb.megatron_core.warm_up import WarmUp
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 
 _Part = TypeVar("_Part", bound=StepPart)
 
@@ -69,7 +70,7 @@ class PartList:
         )
         for kind in without_options:
             self.add(kind())
-        shares_output = current.costs.vocabulary is not None
+        shares_output = current.costs.feature(Vocabulary) is not None
         if shares_output:
             vocabulary = VocabularyPart(physical)
             self.add(vocabulary)

@@ -18,11 +18,18 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_zb.measured.balance import TRANSFER, Balance, balanced
 from megatron_zb.megatron_core.current_schedule import JobSizes
 from megatron_zb.schedules import layout
-from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.costs import Costs, filled
+from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.layout import Letters
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import Timeline
+
+_F, _B, _W = PassKind.F, PassKind.B, PassKind.W
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +235,7 @@ class StartReport:
                 f"pipeline rank {pp_rank}: {held}; activations of at most {peak:.6g} microbatches "
                 f"({peak / p:.2f} of 1F1B's first rank)"
             )
-        if self.costs.vocabulary is not None:
+        if self.costs.feature(Vocabulary) is not None:
             yield "every pipeline rank: its rows of the embedding and the output layer"
 
     def _stage(self, stage: int) -> str:
@@ -236,7 +243,7 @@ class StartReport:
         first = "".join(letters[:stage]).count("t") + 1
         count = letters[stage].count("t")
         parts = [f"layers {first}-{first + count - 1}"] if count else []
-        if self.costs.vocabulary is None:
+        if self.costs.feature(Vocabulary) is None:
             parts = ["embedding"] * ("E" in letters[stage]) + parts
             parts += ["output layer"] * ("L" in letters[stage])
         return f"stage {stage} ({', '.join(parts) or 'empty'})"
@@ -245,25 +252,28 @@ class StartReport:
         """Describe the pairs of passes, and the recomputed and offloaded activations."""
         schedule, costs = self.schedule, self.costs
         forwards = schedule.num_microbatches * schedule.placement.num_stages
-        if costs.forward_comm:
+        if costs.feature(Communication):
             yield f"{len(schedule.pairs)} of {forwards} forwards run in one pass with a backward"
-        if costs.recompute or schedule.recomputed:
+        if costs.feature(Recomputation) or schedule.recomputed:
             yield (
                 f"{len(schedule.recomputed)} of {forwards} forwards keep their input alone; their "
                 "activations are computed again"
             )
-        if costs.copy or schedule.offloaded:
+        offload = costs.feature(Offload)
+        if offload or schedule.offloaded:
             line = f"{len(schedule.offloaded)} of {forwards} activations move to the host and back"
-            passes = sum(map(sum, (costs.forward, costs.backward, costs.weight)))
-            share = f"; a copy counts as {sum(costs.copy) / passes:.0%} of its passes"
-            yield line + (share if costs.copy else "")
+            if offload:
+                passes = sum(sum(costs.seconds[kind]) for kind in (_F, _B, _W))
+                share = sum(filled(offload.seconds)) / passes
+                line += f"; a copy counts as {share:.0%} of its passes"
+            yield line
 
     def _known_costs(self) -> str:
         costs = self.costs
-        known = "equal costs" if len(set(costs.forward)) == 1 else "costs counted from sizes"
+        known = "equal costs" if len(set(costs.seconds[_F])) == 1 else "costs counted from sizes"
         if self.schedule.name == "auto":
             known += f" and transfers of {TRANSFER:.0%} of a forward"
-        if costs.forward_comm:
-            share = sum(costs.forward_comm) / sum(costs.forward)
+        if communication := costs.feature(Communication):
+            share = sum(filled(communication.forward)) / sum(costs.seconds[_F])
             known += f" and an expert all-to-all of {share:.0%} of a forward"
         return known

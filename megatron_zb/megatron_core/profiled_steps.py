@@ -46,6 +46,8 @@ from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.runtime.link_times import clock_ahead, copy_times, link_times
 from megatron_zb.runtime.observer import Observer
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.layout import Letters, pattern_kinds
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.place_w import fuse_for_free, split_all
@@ -283,9 +285,9 @@ class ProfilePart(StepPart):
     def _costs(self, profile: Profile, usual: Schedule) -> Costs:
         """Return the measured costs, with the choices that the flags leave to the schedule."""
         assumed, costs = self._current.costs, profile.costs(usual.placement)
-        if assumed.recompute:
+        if assumed.feature(Recomputation):
             costs = profile.with_recomputation(costs)
-        if assumed.copy:
+        if assumed.feature(Offload):
             costs = profile.with_offload(costs, self._current.host_limit(costs))
         return costs
 

@@ -34,6 +34,7 @@ from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.link_times import BYTES, CopyTimes
 from megatron_zb.runtime.observer import AllocatedMemory, MemoryRecorder, Observer, Recorder, Span
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import Channel, Pair, Pass, PassKind
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.place_w import join_all, split_all
@@ -110,7 +111,7 @@ class Profiling:
         self._current, self._held, self._every = current, held, every
         self.usual = current.schedule
         """The schedule before and after the measurement."""
-        sharded = current.costs.vocabulary is not None
+        sharded = current.costs.feature(Vocabulary) is not None
         # a rank's shard of the vocabulary counts as a stage behind those of the model
         self._shard = self.usual.placement.num_stages + held[0].rank if sharded else None
         self._num_microbatches = self.usual.num_microbatches

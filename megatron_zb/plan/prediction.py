@@ -19,6 +19,7 @@ from megatron_zb.plan.step import by_timeline
 from megatron_zb.plan.strategy import MEGATRON_OWN, ScheduleCandidate
 from megatron_zb.plan.work import Workload
 from megatron_zb.schedules import Costs, Pass, PassKind, Schedule, catalog, lower
+from megatron_zb.schedules.bounds import hidden
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.simulator import Timeline
@@ -460,14 +461,15 @@ def _running(staged: StageWorkload, timeline: Timeline) -> float:
 
 def _least(costs: Costs, placement: Placement) -> float:
     """Return a microbatch's seconds on the busiest rank: one more takes no schedule less."""
-    stages = costs.for_placement(placement).hidden()
-    times = zip(stages.forward, stages.backward, stages.weight, strict=True)
+    seconds = hidden(costs.for_placement(placement)).seconds
+    times = zip(*(seconds[kind] for kind in (PassKind.F, PassKind.B, PassKind.W)), strict=True)
     work = [sum(of) for of in times]
     of_ranks = [sum(work[s] for s in held) for held in placement.stages_of]
-    if stages.shards is None:
+    if PassKind.O not in seconds:
         return max(of_ranks)
-    of_ranks[placement.rank_of[-1]] += stages.shards.loss
-    return max(map(sum, zip(of_ranks, stages.shards.output, stages.shards.weight, strict=True)))
+    of_ranks[placement.rank_of[-1]] += seconds[PassKind.P][-1]
+    shards = (seconds[kind][placement.num_stages :] for kind in (PassKind.O, PassKind.V))
+    return max(map(sum, zip(of_ranks, *shards, strict=True)))
 
 
 # --- overheads that the seconds leave out ---------------------------------------------------------

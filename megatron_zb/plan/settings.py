@@ -266,7 +266,7 @@ class PlanJob:
             seconds = bound(staged.placement, m, costs.for_placement(staged.placement), left)
         else:
             table = slicing.costs(costs, m).for_placement(staged.placement)
-            if table.recomputes_or_offloads:  # memory bounds no time
+            if not table.keeps_all:  # memory bounds no time
                 left = [math.inf] * len(left)
             seconds = sliced_bound(staged.placement, table, left, slicing.slices, joined=False)
         seconds += at_least(staged, post_validation=self.post_validation)

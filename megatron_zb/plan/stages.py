@@ -15,7 +15,10 @@ from megatron_zb.plan.strategy import ScheduleCandidate
 from megatron_zb.plan.vocabulary import CONNECTION, CountedShard, more_connections
 from megatron_zb.plan.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, layout
-from megatron_zb.schedules.costs import PAIR_LOSS
+from megatron_zb.schedules.features.communication import PAIR_LOSS, Communication
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.vocabulary import Vocabulary, with_prediction
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.slices import Slicing
@@ -217,8 +220,10 @@ class StageWorkload:
             fixed=[self.fixed(rank) for rank in range(self.placement.pipeline_size)],
         )
         if self.overlaps_all_to_all:
-            return costs.with_communication(
-                forward=self.all_to_all, backward=self.all_to_all, pair_loss=PAIR_LOSS
+            return costs.having(
+                Communication(
+                    forward=self.all_to_all, backward=self.all_to_all, pair_loss=PAIR_LOSS
+                )
             )
         if self.shard is not None:
             return self._with_shards(costs, self.shard)
@@ -227,12 +232,14 @@ class StageWorkload:
     def _with_recompute_or_offload(self, costs: Costs) -> Costs:
         if self.recomputes:
             message = self.load.message() / self.load.largest_slice  # of a whole microbatch
-            costs = costs.with_recomputation(kept_input=message)
+            costs = costs.having(Recomputation(kept_input=message))
         if self.offloads and (host := self.load.device.host) is not None:
-            costs = costs.with_offload(
-                seconds=[host.seconds(held) for held in costs.activation],
-                full_duplex=host.full_duplex,
-                host_limit=host.memory_bytes,
+            costs = costs.having(
+                Offload(
+                    seconds=[host.seconds(held) for held in costs.memory["activation"]],
+                    full_duplex=host.full_duplex,
+                    host_limit=host.memory_bytes,
+                )
             )
         return costs
 
@@ -240,15 +247,17 @@ class StageWorkload:
         # Bytes of shards are left out: a run builds its order without them, and the memory of all
         # passes is counted afterwards.
         p, (crowded, alone) = self.placement.pipeline_size, self._crowding
-        costs = costs.with_vocabulary(
-            output=p * shard.output,
-            weight=p * shard.weight,
-            loss=shard.loss,
-            scatter=crowded - alone,
-            gather=2 * crowded - alone,
-            lookup=p * shard.lookup,
+        costs = costs.having(
+            Vocabulary(
+                output=p * shard.output,
+                weight=p * shard.weight,
+                loss=shard.loss,
+                scatter=crowded - alone,
+                gather=2 * crowded - alone,
+                lookup=p * shard.lookup,
+            )
         )
-        return costs.with_prediction() if self.load.model.prediction_layers else costs
+        return with_prediction(costs) if self.load.model.prediction_layers else costs
 
     def _exchange(self, latencies: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
         """Return the seconds for which a stage's forward and backward messages block its rank."""

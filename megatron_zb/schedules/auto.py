@@ -14,7 +14,10 @@ from functools import partial
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import families
 from megatron_zb.schedules.bounds import lower_bound, period_bound
+from megatron_zb.schedules.costs import with_all_kept
 from megatron_zb.schedules.families import wave as wave_schedule
+from megatron_zb.schedules.features.communication import without_communication
+from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Limit, LimitTooSmall, Request, keeps
 from megatron_zb.schedules.schedule import Schedule
@@ -28,6 +31,7 @@ from megatron_zb.schedules.search.placement_search import (
     with_recompute_or_offload,
 )
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.stage_costs import communicates
 
 _QUICK_SECONDS = 0.5
 _SECONDS = {"v": 12.0, "wave": 3.0, "custom": 3.0, "looped": 0.5, "loop": 0.4}
@@ -173,13 +177,13 @@ def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[fl
     """
     limits = request.limit.per_rank(request.costs)
     assert limits is not None, "auto always has a limit"
-    if request.costs.recomputes_or_offloads:
+    if not request.costs.keeps_all:
         return _with_recompute_or_offload(placement, request, fastest)
     if _bound(placement, request, limits) >= fastest:
         return []
-    alone = replace(request, costs=request.costs.without_communication())
+    alone = replace(request, costs=without_communication(request.costs))
     found = _without_pairs(placement, alone, limits)
-    if not request.costs.for_placement(placement).communicates:
+    if not communicates(request.costs.for_placement(placement)):
         return found
     best = _paired(placement, request, limits, [schedule for _, schedule in found])
     return [(request.seconds(simulate(best, request.costs)), best)]
@@ -193,7 +197,7 @@ def _with_recompute_or_offload(
     Raises:
         UsageError: the limit is below what the placement needs.
     """
-    alone = replace(request, costs=request.costs.with_all_kept())
+    alone = replace(request, costs=with_all_kept(request.costs))
     refused: UsageError | None = None
     try:
         found = _on(placement, alone, fastest)
@@ -222,13 +226,13 @@ def _starting_orders(placement: Placement, request: Request) -> list[Schedule]:
     p, m = request.pipeline_size, request.num_microbatches
     if _is_loop(placement):
         whole = replace(request, chunks=placement.chunks, group_size=None)
-        free = replace(whole, costs=request.costs.with_all_kept(), limit=Limit())
-        loop = [families.interleaved(free)] if request.costs.copy and m % p == 0 else []
+        free = replace(whole, costs=with_all_kept(request.costs), limit=Limit())
+        loop = [families.interleaved(free)] if request.costs.feature(Offload) and m % p == 0 else []
         return [*families.split_interleaved(p, m, placement.chunks), *loop]
-    if placement == looped(p) and request.costs.copy:
+    if placement == looped(p) and request.costs.feature(Offload):
         return [families.one_f_one_b(replace(request, limit=Limit()))]
-    if request.costs.copy:
-        alone = replace(request, costs=request.costs.with_all_kept())
+    if request.costs.feature(Offload):
+        alone = replace(request, costs=with_all_kept(request.costs))
         return orders_to_offload("auto", placement, alone)
     return []
 
@@ -340,8 +344,8 @@ def _quick(request: Request, placement: Placement) -> Schedule:
         UsageError: the limit is below what the placement needs.
     """
     peak = 2.0 * request.pipeline_size
-    if request.costs.recomputes_or_offloads:
-        alone = replace(request, costs=request.costs.with_all_kept())
+    if not request.costs.keeps_all:
+        alone = replace(request, costs=with_all_kept(request.costs))
         orders = _starting_orders(placement, request)
         return with_recompute_or_offload(
             "auto", placement, request, peak, lambda: _quick(alone, placement), orders

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from operator import sub
 from typing import NamedTuple, TypeAlias
 
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.stage_costs import StageCosts
+from megatron_zb.schedules.stage_costs import StageCosts, communicates
+
+_F, _B, _W, _BW, _R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R
+_O, _P, _V = PassKind.O, PassKind.P, PassKind.V
 
 
 def lower_bound(
@@ -29,11 +35,11 @@ def lower_bound(
     fewest seconds. Where they can be offloaded, those that hold most for the seconds of their
     copies, as many as the copy engines carry.
     """
-    if costs.recomputes_or_offloads:
+    if not costs.keeps_all:
         return _bound_with_recompute_or_offload(placement, num_microbatches, costs, limit)
     usable = usable_limit(placement, num_microbatches, costs, limit)
     rows = _shortest_rows(costs, num_microbatches)
-    ends = costs.of(0).shortest(), costs.of(num_microbatches - 1).shortest()
+    ends = shortest(costs.of(0)), shortest(costs.of(num_microbatches - 1))
     starts = earliest_starts(placement, costs)
     return max(
         max(
@@ -55,10 +61,10 @@ def period_bound(
     """
     usable = usable_limit(placement, num_microbatches, costs, limit)
     rows = _shortest_rows(costs, num_microbatches)
-    hidden = _hidden(rows)
-    if costs.recomputes_or_offloads:
+    hiding = _hidden(rows)
+    if not costs.keeps_all:
         usable = (math.inf,) * placement.pipeline_size
-    work = (_whole_work(placement, hidden, rank) for rank in range(placement.pipeline_size))
+    work = (_whole_work(placement, hiding, rank) for rank in range(placement.pipeline_size))
     return max(*work, *_residencies(placement, rows, usable))
 
 
@@ -71,13 +77,13 @@ def _bound_with_recompute_or_offload(
     waits at both ends are those without a limit, under which there may be more of them.
     """
     rows = _shortest_rows(costs, num_microbatches)
-    ends = costs.of(0).shortest(), costs.of(num_microbatches - 1).shortest()
-    starts, hidden = earliest_starts(placement, costs), _hidden(rows)
+    ends = shortest(costs.of(0)), shortest(costs.of(num_microbatches - 1))
+    starts, hiding = earliest_starts(placement, costs), _hidden(rows)
     found = 0.0
     recomputes, offloads = _recompute_savings(placement, rows), _offload_savings(placement, rows)
     for rank, kept in enumerate(_residencies(placement, rows, (1.0,) * placement.pipeline_size)):
         found = max(found, _waits(placement, rows, ends, math.inf, rank))
-        seconds = starts[rank] + _whole_work(placement, hidden, rank)  # R may fill other waits
+        seconds = starts[rank] + _whole_work(placement, hiding, rank)  # R may fill other waits
 
         def fits(time: float, rank: int = rank, kept: float = kept, work: float = seconds) -> bool:
             saved = _most_saved(recomputes[rank], time - work) + _most_saved(offloads[rank], time)
@@ -128,22 +134,24 @@ def _recompute_savings(placement: Placement, rows: _Rows) -> list[list[_Saving]]
     """Return the memory that R saves on each stage of each rank, and its seconds."""
 
     def saving(row: StageCosts, stage: int, held: float) -> tuple[float, float]:
-        again = row.recompute[stage]
-        rest = row.activation[stage] - row.kept_input[stage]
-        return rest * (held - again - row.backward[stage]), again
+        again = row.seconds[_R][stage]
+        rest = row.memory["activation"][stage] - row.memory["kept_input"][stage]
+        return rest * (held - again - row.seconds[_B][stage]), again
 
-    return _savings(placement, [it for it in rows if it[1].recompute], saving)
+    return _savings(placement, [it for it in rows if "kept_input" in it[1].memory], saving)
 
 
 def _offload_savings(placement: Placement, rows: _Rows) -> list[list[_Saving]]:
     """Return the memory that offload saves on each stage of each rank, and an engine's seconds."""
 
     def saving(row: StageCosts, stage: int, held: float) -> tuple[float, float]:
-        copy = row.copy[stage]
-        there = held - row.forward[stage] - 2.0 * copy - row.backward[stage]
-        return row.activation[stage] * there, copy if row.full_duplex else 2.0 * copy
+        assert row.copies is not None
+        copy = row.copies.seconds[stage]
+        there = held - row.seconds[_F][stage] - 2.0 * copy - row.seconds[_B][stage]
+        busy = copy if row.copies.full_duplex else 2.0 * copy
+        return row.memory["activation"][stage] * there, busy
 
-    return _savings(placement, [it for it in rows if it[1].copy], saving)
+    return _savings(placement, [it for it in rows if it[1].copies is not None], saving)
 
 
 def _savings(
@@ -165,11 +173,30 @@ _Rows: TypeAlias = Sequence[tuple[int, StageCosts]]
 
 
 def _shortest_rows(costs: StageCosts, num_microbatches: int) -> _Rows:
-    return [(count, row.shortest()) for count, row in costs.rows(num_microbatches)]
+    return [(count, shortest(row)) for count, row in costs.rows(num_microbatches)]
+
+
+def shortest(costs: StageCosts) -> StageCosts:
+    """Return the costs with W shortened where a whole backward takes less than its halves."""
+    tables = zip(*(costs.seconds[kind] for kind in (_W, _BW, _B)), strict=True)
+    return costs.with_seconds(
+        {_W: tuple(w if both >= b + w else max(0.0, both - b) for w, both, b in tables)}
+    )
+
+
+def hidden(costs: StageCosts) -> StageCosts:
+    """Return the costs if every F and B hid all of its communication."""
+    if not communicates(costs):
+        return costs
+    parts = {_F: costs.exchange[_F], _B: costs.exchange[_B], _BW: costs.exchange[_B]}
+    seconds = {
+        kind: tuple(map(sub, costs.seconds[kind], exchanged)) for kind, exchanged in parts.items()
+    }
+    return replace(costs.with_seconds(seconds), exchange={})
 
 
 def _hidden(rows: _Rows) -> _Rows:
-    return [(count, row.hidden()) for count, row in rows]
+    return [(count, hidden(row)) for count, row in rows]
 
 
 def earliest_starts(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
@@ -184,7 +211,7 @@ def usable_limit(
 
     Limits that differ only in what no schedule could use are the same problem.
     """
-    if costs.recomputes_or_offloads:
+    if not costs.keeps_all:
         return tuple(limit)
     rows = costs.rows(num_microbatches)
     return tuple(
@@ -194,7 +221,7 @@ def usable_limit(
 
 
 def _all_activations(rows: _Rows, stages: Sequence[int]) -> float:
-    return sum(count * sum(row.activation[s] for s in stages) for count, row in rows)
+    return sum(count * sum(row.memory["activation"][s] for s in stages) for count, row in rows)
 
 
 def _usable(rows: _Rows, limit: float, stages: Sequence[int]) -> float:
@@ -203,7 +230,7 @@ def _usable(rows: _Rows, limit: float, stages: Sequence[int]) -> float:
         size
         for _, row in rows
         for s in stages
-        for size in (row.activation[s], row.held_for_weight[s])
+        for size in (row.memory["activation"][s], row.memory["held_for_weight"][s])
     }
     if len(sizes) > 1 or not (size := sizes.pop()):
         return limit
@@ -218,45 +245,53 @@ def _waits(
     What only communicates at the beginning counts as a wait.
     """
     first, last = ends
-    hidden = _hidden(rows)
+    hiding = _hidden(rows)
     stages, stop = placement.stages_of[rank], placement.num_stages
     arrival = _forward_time(first, 0, stages[0])
     first_backward = _forward_time(first, 0, stop) + _backward_time(first, stop - 1, stages[-1])
     forwards = _most(
         limit,
-        ((count, row.forward[s], row.activation[s]) for count, row in hidden for s in stages),
+        (
+            (count, row.seconds[_F][s], row.memory["activation"][s])
+            for count, row in hiding
+            for s in stages
+        ),
     )
     exposed = min(_exposed_share(row, s) for _, row in rows for s in stages)
     before = max(arrival + exposed * (first_backward - arrival), first_backward - forwards)
     back = (
         _forward_time(last, stages[-1] + 1, stop)
-        + (last.forward_p2p[stages[-1]] if stages[-1] + 1 < stop else 0.0)
+        + (last.latency[_F][stages[-1]] if stages[-1] + 1 < stop else 0.0)
         + _backward_time(last, stop - 1, -1)
-        + last.weight[0]
+        + last.seconds[_W][0]
     )
     backwards = _most(
         limit,
         (
-            (count, row.backward[s] + row.weight[s], min(row.activation[s], _least(row, s)))
-            for count, row in hidden
+            (
+                count,
+                row.seconds[_B][s] + row.seconds[_W][s],
+                min(row.memory["activation"][s], _least(row, s)),
+            )
+            for count, row in hiding
             for s in stages
         ),
     )
     after = max(0.0, back - backwards)
     holds_all = _all_activations(rows, stages) <= limit
-    return _work(hidden, stages) + (max(before, after) if holds_all else before + after)
+    return _work(hiding, stages) + (max(before, after) if holds_all else before + after)
 
 
 def _exposed_share(costs: StageCosts, stage: int) -> float:
     """Return the share of F by itself in which it only communicates."""
-    if not costs.forward_comm or costs.forward[stage] <= 0:
+    if _F not in costs.exchange or costs.seconds[_F][stage] <= 0:
         return 0.0
-    return costs.forward_comm[stage] / costs.forward[stage]
+    return costs.exchange[_F][stage] / costs.seconds[_F][stage]
 
 
 def _work(rows: _Rows, stages: Sequence[int]) -> float:
     return sum(
-        count * sum(row.forward[s] + row.backward[s] + row.weight[s] for s in stages)
+        count * sum(row.seconds[_F][s] + row.seconds[_B][s] + row.seconds[_W][s] for s in stages)
         for count, row in rows
     )
 
@@ -264,19 +299,21 @@ def _work(rows: _Rows, stages: Sequence[int]) -> float:
 def _whole_work(placement: Placement, rows: _Rows, rank: int) -> float:
     """Return the seconds of all passes of a rank, with those of its shard of the vocabulary."""
     total = _work(rows, placement.stages_of[rank])
+    stages = placement.num_stages
     for count, row in rows:
-        if row.shards is not None:
-            loss = row.shards.loss if rank == placement.rank_of[-1] else 0.0
-            total += count * (row.shards.output[rank] + row.shards.weight[rank] + loss)
+        if _O in row.seconds:
+            loss = row.seconds[_P][-1] if rank == placement.rank_of[-1] else 0.0
+            shard = row.seconds[_O][stages + rank] + row.seconds[_V][stages + rank]
+            total += count * (shard + loss)
     return total
 
 
 def _least(costs: StageCosts, stage: int) -> float:
     """Return the memory per (B+W) second at its densest: an activation, or what is kept after B."""
-    backward, weight = costs.backward[stage], costs.weight[stage]
+    backward, weight = costs.seconds[_B][stage], costs.seconds[_W][stage]
     if weight <= 0:
-        return costs.activation[stage]
-    return costs.held_for_weight[stage] * (backward + weight) / weight
+        return costs.memory["activation"][stage]
+    return costs.memory["held_for_weight"][stage] * (backward + weight) / weight
 
 
 def _most(limit: float, items: Iterable[tuple[int, float, float]]) -> float:
@@ -294,12 +331,15 @@ def _most(limit: float, items: Iterable[tuple[int, float, float]]) -> float:
 
 def _forward_time(costs: StageCosts, start: int, stop: int) -> float:
     """Return the seconds from the start of F on stage ``start`` to its arrival at ``stop``."""
-    return sum(costs.forward[s] + costs.forward_p2p[s] for s in range(start, stop))
+    seconds, latency = costs.seconds[_F], costs.latency[_F]
+    last = len(seconds) - 1  # what it sends to shards is no way of a microbatch through the stages
+    return sum(seconds[s] + (latency[s] if s < last else 0.0) for s in range(start, stop))
 
 
 def _backward_time(costs: StageCosts, start: int, stop: int) -> float:
     """Return the seconds from the start of B on stage ``start`` down to its arrival at ``stop``."""
-    return sum(costs.backward[s] + costs.backward_p2p[s] for s in range(start, stop, -1))
+    seconds, latency = costs.seconds[_B], costs.latency[_B]
+    return sum(seconds[s] + (latency[s] if s > 0 else 0.0) for s in range(start, stop, -1))
 
 
 def _residency(placement: Placement, row: StageCosts) -> list[tuple[float, float]]:
@@ -311,11 +351,11 @@ def _residency(placement: Placement, row: StageCosts) -> list[tuple[float, float
     there = back = 0.0  # from the end of F on stage s to the start of B on stage s
     for stage in range(placement.num_stages - 1, -1, -1):
         between = there + back
-        held = row.forward[stage] + between + row.backward[stage]
-        found.append((held, row.held_for_weight[stage] * row.weight[stage]))
+        held = row.seconds[_F][stage] + between + row.seconds[_B][stage]
+        found.append((held, row.memory["held_for_weight"][stage] * row.seconds[_W][stage]))
         if stage > 0:
-            there += row.forward[stage] + row.forward_p2p[stage - 1]
-            back += row.backward[stage] + row.backward_p2p[stage]
+            there += row.seconds[_F][stage] + row.latency[_F][stage - 1]
+            back += row.seconds[_B][stage] + row.latency[_B][stage]
     return found[::-1]
 
 
@@ -323,6 +363,8 @@ def _residencies(placement: Placement, rows: _Rows, limit: Sequence[float]) -> I
     taken = [0.0] * placement.pipeline_size
     for count, row in rows:
         for stage, (held, after) in reversed(list(enumerate(_residency(placement, row)))):
-            taken[placement.rank_of[stage]] += count * (row.activation[stage] * held + after)
+            taken[placement.rank_of[stage]] += count * (
+                row.memory["activation"][stage] * held + after
+            )
     for rank, memory_time in enumerate(taken):
         yield memory_time / limit[rank] if limit[rank] > 0 else 0.0

@@ -14,7 +14,7 @@ from megatron_zb.schedules import placement as placements
 from megatron_zb.schedules.auto import auto, candidates, candidates_with_vocabulary
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, check_number
-from megatron_zb.schedules.parts import Part, with_part
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.placement import Placement, looped
 from megatron_zb.schedules.request import Limit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
@@ -369,7 +369,7 @@ def build(
         memory_limit: the most activation memory a rank may hold, as a fraction of 1F1B's peak,
             which is p microbatches of activations on the first rank; None leaves the schedule its
             own peak.
-        memory_limit_bytes: instead, the most of all memory, in the unit of ``costs.activation`` and
+        memory_limit_bytes: instead, the most of all memory, in the unit of ``activation`` and
             ``costs.fixed``, for every rank or for each.
         chunks, group_size: model chunks per rank (interleaved, wave, auto) and microbatches that
             pass a chunk together (interleaved).
@@ -416,7 +416,9 @@ def build(
         )
     )
     _check_placement(chosen, placement, pipeline_size, chunks)
-    searched = costs.folded()
+    searched = costs
+    for feature in costs.features:
+        searched = feature.folded(searched)
     limit = Limit.of(memory_limit, memory_limit_bytes, pipeline_size)
     request = Request(
         pipeline_size,
@@ -432,10 +434,10 @@ def build(
     )
     if slicing.slices > 1:
         return build_sliced(_sliced(chosen), replace(request, costs=costs), slicing)
-    schedule = (chosen.build if searched.vocabulary is None else _with_vocabulary(chosen))(request)
-    for part in costs.parts:
-        assert isinstance(part, Part)
-        schedule = with_part(schedule, part)
+    shards = searched.feature(Vocabulary) is not None
+    schedule = (_with_vocabulary(chosen) if shards else chosen.build)(request)
+    for feature in costs.features:
+        schedule = feature.added_to(schedule, costs)
     schedule = replace(schedule, name=chosen.name)
     schedule.check_ranks()
     return _reported(schedule, replace(request, costs=costs))

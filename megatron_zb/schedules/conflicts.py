@@ -85,23 +85,17 @@ def requested(
         is_sliced: whether microbatches have several slices.
         group_size: microbatches that pass a chunk together, if given.
     """
-    passes = ", ".join(str(part.kind.kind) for part in costs.parts)
-    found = {
-        RECOMPUTATION: (bool(costs.recompute), "recomputation"),
-        OFFLOAD: (bool(costs.copy), "offload"),
-        VOCABULARY: (costs.vocabulary is not None, "vocabulary parallelism"),
-        COMMUNICATION: (
-            any(costs.forward_comm) or any(costs.backward_comm),
-            "communication in F and B",
-        ),
-        PARTS: (bool(costs.parts), f"passes {passes}"),
-        HOLDING_PARTS: (any(part.memory for part in costs.parts), f"passes {passes}"),
+    found: dict[str, str] = {}
+    for feature in costs.features:
+        for each, words in feature.said().items():
+            found[each] = f"{found[each]} and {words}" if each in found else words
+    further = {
         SLICES: (is_sliced, "token slices"),
         GROUPS: (group_size is not None, f"group_size {group_size}"),
         FIXED_ORDER: (has_fixed_order, name),
         FIXED_WHOLE: (has_fixed_order and not is_sliced, name),  # slices are recomputed in any
     }
-    return {feature: words for feature, (given, words) in found.items() if given}
+    return found | {each: words for each, (given, words) in further.items() if given}
 
 
 def refusals(words: Mapping[str, str]) -> Iterator[Refusal]:

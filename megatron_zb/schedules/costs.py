@@ -1,27 +1,29 @@
-"""Costs of a model and its links, before it is cut into stages: seconds and memory by slice."""
+"""Costs of a model and its links, before it is cut into stages: tables by kind of pass and slice.
+
+What a model may have beside F, B and W, such as a vocabulary-parallel output layer, is a
+:class:`Feature` of its costs; each stands in a file of :mod:`features`.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from operator import add, mul, sub
+from operator import mul
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, TypeVar
 
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules.kinds import Kind
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.stage_costs import ShardCosts, StageCosts
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.stage_costs import StageCosts, Table
+
+_F, _B, _W, _BW, _R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R
+_D, _H = PassKind.D, PassKind.H
 
 MOST_RANKS = 1024
 """Most ranks of a pipeline; there is a time for every link between two of them."""
-
-
-PAIR_LOSS = 0.03
-"""How much longer a pair takes because F and backward slow each other down. An assumption."""
 
 
 def most_in_a_row(values: Sequence[float], count: int) -> float:
@@ -29,64 +31,13 @@ def most_in_a_row(values: Sequence[float], count: int) -> float:
     return max(sum(values[i : i + count]) for i in range(max(1, len(values) - count + 1)))
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """Costs of one microbatch of a vocabulary-parallel output layer.
-
-    ``output`` are the seconds of O of all shards together (logits, softmax and parts of the input
-    gradient), ``weight`` those of V (weight gradients), ``loss`` those of P, which puts the parts
-    together. ``held`` is what all shards hold from O to V, in the unit of ``Costs.activation``.
-    ``scatter`` and ``gather`` are the seconds by which the last stage's output takes longer to
-    reach all ranks, and their parts to come back, than one message from a stage to the next.
-    ``shares[r]`` is the share of the vocabulary on logical rank r, the same on all if left out.
-    ``lookup`` are the seconds of E of all shards together, and those of G, if the embedding is
-    vocabulary parallel, too; None if it is whole. ``predicts`` says that the last stage embeds
-    later tokens, for multi-token prediction.
-    """
-
-    output: float
-    weight: float
-    loss: float = 0.0
-    held: float = 0.0
-    scatter: float = 0.0
-    gather: float = 0.0
-    shares: tuple[float, ...] = ()
-    lookup: float | None = None
-    predicts: bool = False
-
-    def times(self, factor: float) -> Vocabulary:
-        """Return the costs of a microbatch that is so many times as long."""
-        per_token = ("output", "weight", "loss", "held", "scatter", "gather")
-        return replace(
-            self,
-            **{name: factor * getattr(self, name) for name in per_token},
-            lookup=None if self.lookup is None else factor * self.lookup,
-        )
-
-
-class FurtherPasses(Protocol):
-    """A kind of passes that the costs have beside those of training: see :mod:`parts`."""
-
-    @property
-    def kind(self) -> Kind: ...
-    @property
-    def follows(self) -> PassKind: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def memory(self) -> float: ...
-    def times(self, length: float) -> FurtherPasses:
-        """Return those of a microbatch that is so many times as long."""
-        ...
-
-
 class Scale(NamedTuple):
-    """How many times one microbatch takes what another does, in three respects.
+    """Relative cost of a microbatch, beside another one.
 
     Args:
-        tokens: W, messages and memory.
-        forward: F, and R, which computes it again.
-        backward: B.
+        tokens: factor for W, messages and memory.
+        forward: factor for F, and for R, which computes it again.
+        backward: factor for B.
     """
 
     tokens: float
@@ -94,53 +45,93 @@ class Scale(NamedTuple):
     backward: float
 
 
+class Feature:
+    """Something that costs have beside F, B and W: its numbers, and what it does to a search.
+
+    A subclass is a frozen dataclass in a file of :mod:`features`. Costs have it by
+    :meth:`Costs.having`; every schedule that is built for these costs has it, then.
+    """
+
+    name: ClassVar[str]
+    """Name in the table of :mod:`conflicts`."""
+    drops: ClassVar[bool] = False
+    """Whether a schedule may drop activations, or move them to the host, between F and B."""
+
+    @property
+    def key(self) -> object:
+        """What tells the feature from others: costs have one with each."""
+        return type(self)
+
+    def said(self) -> Mapping[str, str]:
+        """Return what errors call the feature, by its names in the table of conflicts."""
+        return {self.name: self.name}
+
+    def completed(self: _F_, costs: Costs) -> _F_:
+        """Return the feature with its defaults for some costs.
+
+        Raises:
+            UsageError: a number is wrong.
+        """
+        return self
+
+    def scaled(self: _F_, scale: Scale) -> _F_:
+        """Return the feature of a microbatch that takes more or less."""
+        return self
+
+    def of_units(self: _F_, units: Sequence[Costs]) -> _F_:
+        """Return the feature of a typical unit, from the costs of the parts of all microbatches."""
+        return self
+
+    def folded(self, costs: Costs) -> Costs:
+        """Return the costs to search an order for that :meth:`added_to` adds passes to."""
+        return costs
+
+    def added_to(self, schedule: Schedule, costs: Costs) -> Schedule:
+        """Return a schedule of the folded costs with the passes of the feature."""
+        return schedule
+
+    def leveled(self) -> Feature | None:
+        """Return the feature with the same numbers for all slices, None to leave it out."""
+        return None
+
+    def placed(self, costs: Costs, placement: Placement, table: StageCosts) -> StageCosts:
+        """Return the costs of the stages of a placement with those of the feature."""
+        return table
+
+
+_F_ = TypeVar("_F_", bound=Feature)
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs of one microbatch, independent of how the model will be cut into stages.
 
     The model is described as equal numbers of layers in consecutive *slices* (any number of them,
-    often one per pipeline rank or per layer): ``forward``, ``backward`` (input gradient) and
-    ``weight`` are seconds per slice, ``activation`` what its F holds and ``held_for_weight`` what
-    of that is still held between B and W, in any unit of memory. A placement with more or fewer
-    stages cuts or merges the slices. ``slowdown[r]`` multiplies every time on logical rank r and
-    ``p2p[a][b]`` is the time of one transfer from rank a to rank b. ``whole`` is what a fused
-    backward takes where that is known; else, or if it is empty, as long as both of its halves.
-    Where microbatches are not all alike, ``microbatches[j]`` has the costs of microbatch j, and the
-    other fields are those of a typical one: see :meth:`of_lengths`. ``vocabulary`` are the costs of
-    a vocabulary-parallel output layer, and no part of the slices then.
+    often one per pipeline rank or per layer). A placement with more or fewer stages cuts or merges
+    the slices.
 
-    ``forward_comm`` and ``backward_comm`` are seconds per slice in which F, and B or BW, only
-    run the expert all-to-all, beside those in which they compute; empty if there are none. A
-    pair of F and B takes a share ``pair_loss`` longer than it would if the two did not slow each
-    other down: see :meth:`with_communication`.
-
-    ``recompute`` are the seconds per slice to recompute a forward that has kept only the input of
-    its stage, which takes ``kept_input``, in the unit of ``activation``; empty if
-    everything is kept: see :meth:`with_recomputation`. ``copy`` are the seconds per slice to copy
-    what it holds to the host, or back; empty if nothing is offloaded: see :meth:`with_offload`.
+    Args:
+        pipeline_size: pipeline ranks p.
+        seconds: of F, B (input gradient) and W (weight gradient), by kind and slice; those of BW, a
+            fused backward, where they are known: else it takes as long as both of its halves.
+        memory: ``activation`` is what F of each slice holds and ``held_for_weight`` what of that is
+            still held between B and W, in any unit of memory.
+        p2p: ``p2p[a][b]`` are the seconds of one transfer from rank a to rank b.
+        slowdown: a factor of every time on logical rank r.
+        fixed: memory of each rank beside activations.
+        features: what the model has beside these.
+        microbatches: costs of microbatch j, where microbatches are not all alike; the others are
+            those of a typical one then: see :meth:`of_lengths`.
     """
 
     pipeline_size: int
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    weight: tuple[float, ...]
-    p2p: tuple[tuple[float, ...], ...]
-    slowdown: tuple[float, ...]
-    activation: tuple[float, ...]
-    held_for_weight: tuple[float, ...]
-    fixed: tuple[float, ...]
-    whole: tuple[float, ...] = ()
+    seconds: Mapping[PassKind, Table]
+    memory: Mapping[str, Table]
+    p2p: tuple[Table, ...]
+    slowdown: Table
+    fixed: Table
+    features: tuple[Feature, ...] = ()
     microbatches: tuple[Costs, ...] = ()
-    vocabulary: Vocabulary | None = None
-    forward_comm: tuple[float, ...] = ()
-    backward_comm: tuple[float, ...] = ()
-    pair_loss: float = 0.0
-    recompute: tuple[float, ...] = ()
-    kept_input: float = 0.0
-    copy: tuple[float, ...] = ()
-    full_duplex: bool = True
-    host_limit: float = math.inf
-    parts: tuple[FurtherPasses, ...] = ()
 
     @classmethod
     def uniform(
@@ -189,7 +180,8 @@ class Costs:
         """Build the costs of consecutive slices of the model (see the class).
 
         ``activation`` defaults to ``p / slices`` for each slice, so that memory is counted in
-        microbatches of a whole rank; ``held_for_weight`` defaults to all of it.
+        microbatches of a whole rank; ``held_for_weight`` defaults to all of it. ``whole`` are the
+        seconds of BW.
 
         Raises:
             UsageError: lengths do not match, a value is negative or not finite, or there are more
@@ -208,248 +200,56 @@ class Costs:
             ranks = range(pipeline_size)
             p2p = [[0.0 if a == b else float(p2p) for b in ranks] for a in ranks]
         held = [pipeline_size / slices] * slices if activation is None else list(activation)
+        seconds = {_F: tuple(forward), _B: tuple(backward), _W: tuple(weight)}
+        left = held if held_for_weight is None else held_for_weight
         costs = cls(
             pipeline_size=pipeline_size,
-            forward=tuple(forward),
-            backward=tuple(backward),
-            weight=tuple(weight),
+            seconds=seconds | ({_BW: tuple(whole)} if whole else {}),
+            memory={"activation": tuple(held), "held_for_weight": tuple(left)},
             p2p=tuple(tuple(row) for row in p2p),
             slowdown=tuple([1.0] * pipeline_size if slowdown is None else slowdown),
-            activation=tuple(held),
-            held_for_weight=tuple(held if held_for_weight is None else held_for_weight),
             fixed=tuple([0.0] * pipeline_size if fixed is None else fixed),
-            whole=tuple(whole),
         )
-        costs._check()
+        _check(costs)
         return costs
 
-    def _check(self) -> None:
-        slices, ranks = len(self.forward), self.pipeline_size
-        lengths = dict.fromkeys(_ALWAYS, slices) | {"slowdown": ranks, "fixed": ranks}
-        lengths |= {name: slices if getattr(self, name) else 0 for name in _AT_TIMES}
-        lengths["backward_comm"] = lengths["forward_comm"]
-        tables = [(name, getattr(self, name), length) for name, length in lengths.items()]
-        tables += [(name, (getattr(self, name),), 1) for name in ("pair_loss", "kept_input")]
-        tables += [("p2p", row, ranks) for row in self.p2p]
-        for name, values, length in tables:
-            if len(values) != length:
-                raise UsageError(f"costs: {name} has {len(values)} entries, {length} are needed")
-            if not all(0 <= v < float("inf") for v in values):
-                raise UsageError(
-                    f"costs: {name} is {list(values)}: give finite values of 0 or more"
-                )
-        if len(self.p2p) != self.pipeline_size:
-            raise UsageError(
-                f"costs: p2p has {len(self.p2p)} rows, {self.pipeline_size} are needed"
-            )
-        for name, values in (("forward", self.forward), ("backward", self.backward)):
-            if not sum(values) > 0:
-                raise UsageError(f"costs: {name} is zero: give a positive time, such as 1.0")
-        if any(
-            kept > held for kept, held in zip(self.held_for_weight, self.activation, strict=True)
-        ):
-            raise UsageError("costs: held_for_weight is more than activation: B only frees memory")
-        if not all(factor > 0 for factor in self.slowdown):
-            raise UsageError("costs: slowdown is zero: give a positive factor, such as 1.0")
+    def having(self, feature: Feature) -> Costs:
+        """Return the costs with a feature, in place of one of the same kind.
 
-    def _check_one_length(self, what: str) -> None:
+        Example::
+
+            costs.having(Recomputation(kept_input=0.05))
+
+        Raises:
+            UsageError: a number is wrong, or microbatches have lengths of their own already.
+        """
         if self.microbatches:
             raise UsageError(
-                f"costs: microbatches have lengths of their own already: give the costs of {what} "
-                "before"
+                "costs: microbatches have lengths of their own already: give the costs of "
+                f"{feature.name} before"
             )
+        others = (it for it in self.features if it.key != feature.key)
+        return replace(self, features=(*others, feature.completed(self)))
+
+    def feature(self, of: type[_F_]) -> _F_ | None:
+        """Return the feature of a class, None if the costs have none."""
+        return next((it for it in self.features if isinstance(it, of)), None)
+
+    def without(self, leaves_out: Callable[[Feature], bool]) -> Costs:
+        """Return the costs without some features, of all microbatches."""
+        if not any(map(leaves_out, self.features)):
+            return self
+        left = tuple(it for it in self.features if not leaves_out(it))
+        rows = tuple(row.without(leaves_out) for row in self.microbatches)
+        return replace(self, features=left, microbatches=rows)
 
     @property
-    def shards_embedding(self) -> bool:
-        """Whether the embedding is vocabulary parallel, like the output layer."""
-        return self.vocabulary is not None and self.vocabulary.lookup is not None
-
-    def with_vocabulary(
-        self,
-        *,
-        output: float,
-        weight: float,
-        loss: float = 0.0,
-        held: float = 0.0,
-        scatter: float = 0.0,
-        gather: float = 0.0,
-        shares: Sequence[float] | None = None,
-        lookup: float | None = None,
-    ) -> Costs:
-        """Return the costs with a vocabulary-parallel output layer.
-
-        Args:
-            output, weight, loss, held, scatter, gather, lookup: see :class:`Vocabulary`.
-            shares: the vocabulary's share of each logical rank, the same on all if left out.
-
-        Raises:
-            UsageError: a value is negative or not finite, or the shares do not make a whole.
-        """
-        p = self.pipeline_size
-        given = tuple([1 / p] * p if shares is None else shares)
-        values: dict[str, Any] = {"output": output, "weight": weight, "loss": loss, "held": held}
-        values |= {"scatter": scatter, "gather": gather}
-        for name, value in (values | {"lookup": lookup or 0.0}).items():
-            if not 0 <= value < float("inf"):
-                raise UsageError(
-                    f"costs: {name} of the vocabulary is {value}: give a finite value of 0 or more"
-                )
-        if len(given) != p or min(given) < 0 or abs(sum(given) - 1.0) > 1e-6:
-            raise UsageError(
-                f"costs: the shares of the vocabulary are {list(given)}: give one of 0 or more for "
-                f"each of the {p} ranks, 1 in all"
-            )
-        self._check_one_length("the vocabulary")
-        return replace(self, vocabulary=Vocabulary(**values, shares=given, lookup=lookup))
-
-    def with_prediction(self) -> Costs:
-        """Return the costs of a vocabulary-parallel embedding that the last stage also reads."""
-        assert self.vocabulary is not None and self.shards_embedding
-        return replace(self, vocabulary=replace(self.vocabulary, predicts=True))
-
-    def with_communication(
-        self,
-        *,
-        forward: float | Sequence[float],
-        backward: float | Sequence[float],
-        pair_loss: float = 0.0,
-    ) -> Costs:
-        """Return the costs with an expert all-to-all that nothing hides.
-
-        Args:
-            forward, backward: seconds of it in F, and in B or BW, beside what they compute: of each
-                slice, or one number for a microbatch on one whole rank.
-            pair_loss: the share by which a pair of F and B takes longer because each slows the
-                other down.
-
-        Raises:
-            UsageError: a value is negative or not finite, or there is not one for each slice.
-        """
-        self._check_one_length("communication")
-        comm = {"forward_comm": self._each(forward), "backward_comm": self._each(backward)}
-        return self._checked(**comm, pair_loss=pair_loss)
-
-    def without_communication(self) -> Costs:
-        """Return the costs with the all-to-all as a part of F and B that nothing can hide."""
-        if not self.forward_comm:
-            return self
-
-        return replace(
-            self,
-            forward=_sum(self.forward, self.forward_comm),
-            backward=_sum(self.backward, self.backward_comm),
-            whole=_sum(self.whole, self.backward_comm),
-            recompute=_sum(self.recompute, self.forward_comm),
-            forward_comm=(),
-            backward_comm=(),
-            pair_loss=0.0,
-            microbatches=tuple(row.without_communication() for row in self.microbatches),
-        )
-
-    def with_recomputation(
-        self, *, kept_input: float, seconds: Sequence[float] | None = None
-    ) -> Costs:
-        """Return the costs with the choice to recompute activations before B.
-
-        Args:
-            kept_input: memory of the input of a stage, in the unit of ``activation``.
-            seconds: what making them again takes, of each slice; as long as F if left out, beside
-                what it exchanges: see :meth:`with_communication`.
-
-        Raises:
-            UsageError: a value is negative or not finite, or there is not one for each slice.
-        """
-        self._check_one_length("recomputation")
-        again = self.forward if seconds is None else tuple(seconds)
-        return self._checked(recompute=again, kept_input=kept_input)
-
-    def with_offload(
-        self,
-        *,
-        seconds: float | Sequence[float],
-        full_duplex: bool = True,
-        host_limit: float = math.inf,
-    ) -> Costs:
-        """Return the costs with the choice to offload activations, and to reload them before B.
-
-        Args:
-            seconds: what copying an activation one way takes, of each slice, or one number for a
-                microbatch on one whole rank; longer where ranks share a link to the host.
-            full_duplex: whether the copies of both directions run at once without slowing down.
-            host_limit: memory of the host for each rank, in the unit of ``activation``.
-
-        Raises:
-            UsageError: a value is negative or not finite, or there is not one for each slice.
-        """
-        self._check_one_length("offload")
-        if not host_limit >= 0:
-            raise UsageError(f"costs: host_limit is {host_limit}: give memory of 0 or more")
-        copy = self._each(seconds)
-        return self._checked(copy=copy, full_duplex=full_duplex, host_limit=host_limit)
-
-    def _checked(self, **changes: Any) -> Costs:
-        costs = replace(self, **changes)
-        costs._check()
-        return costs
-
-    def _each(self, values: float | Sequence[float]) -> tuple[float, ...]:
-        """Return seconds of each slice, where one number is those of a whole rank."""
-        slices = len(self.forward)
-        if isinstance(values, int | float):
-            return (values * self.pipeline_size / slices,) * slices
-        return tuple(values)
-
-    @property
-    def recomputes_or_offloads(self) -> bool:
-        """Whether activations can be recomputed or offloaded."""
-        return bool(self.recompute or self.copy)
-
-    def with_all_kept(self) -> Costs:
-        """Return the costs where every activation is kept on its device."""
-        if not self.recomputes_or_offloads:
-            return self
-        rows = tuple(row.with_all_kept() for row in self.microbatches)
-        return replace(self, recompute=(), kept_input=0.0, copy=(), microbatches=rows)
-
-    def with_unsplit(self, shares: Sequence[float]) -> Costs:
-        """Return the costs where B computes a share of each stage's weight gradients, not W.
-
-        Args:
-            shares: of the weight gradients of consecutive stages, from 0 to 1.
-        """
-        left = self.with_frozen(shares)
-        moved = map(sub, self.weight, left.weight)
-        return replace(
-            left,
-            backward=tuple(map(add, self.backward, moved)),
-            whole=self.whole,
-            microbatches=tuple(row.with_unsplit(shares) for row in self.microbatches),
-        )
-
-    def with_frozen(self, shares: Sequence[float]) -> Costs:
-        """Return the costs where nothing computes a share of each stage's weight gradients.
-
-        Args:
-            shares: of the weight gradients of consecutive stages, from 0 to 1.
-        """
-        slices = len(self.weight)
-        mean = [total * slices / len(shares) for total in _resample(tuple(shares), slices)]
-
-        def rest(values: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(value * (1 - share) for value, share in zip(values, mean, strict=True))
-
-        weight = rest(self.weight)
-        lost = map(sub, self.weight, weight)
-        return replace(
-            self,
-            weight=weight,
-            whole=tuple(whole - less for whole, less in zip(self.whole, lost, strict=False)),
-            held_for_weight=rest(self.held_for_weight),
-            microbatches=tuple(row.with_frozen(shares) for row in self.microbatches),
-        )
+    def keeps_all(self) -> bool:
+        """Whether activations can be neither recomputed nor offloaded."""
+        return not any(it.drops for it in self.features)
 
     def of_lengths(self, lengths: Sequence[float]) -> Costs:
-        """Return the costs of microbatches that take so many times what this one takes, in turn.
+        """Return the costs of microbatches that take a number of times what this one takes.
 
         Seconds of passes and of transfers and activations are all in proportion.
 
@@ -465,26 +265,22 @@ class Costs:
 
     def scaled(self, scale: Scale) -> Costs:
         """Return the costs of a microbatch that takes more or less than this one."""
-        backward, weight = scale.backward, scale.tokens
-        factors = dict.fromkeys((*_ALWAYS, *_AT_TIMES), scale.tokens)
-        factors |= {"forward": scale.forward, "recompute": scale.forward, "backward": backward}
-        tables: dict[str, Any] = {
-            name: tuple(value * factor for value in getattr(self, name))
-            for name, factor in factors.items()
-        }
-        if backward != weight:
-            tables["whole"] = tuple(
-                value * (b * backward + w * weight) / (b + w)
-                for value, b, w in zip(self.whole, self.backward, self.weight, strict=False)
+        tokens, forward, backward = scale
+        by_kind = {_F: forward, _B: backward, _W: tokens, _BW: tokens}
+        seconds = {kind: times(table, by_kind[kind]) for kind, table in self.seconds.items()}
+        if backward != tokens and _BW in seconds:
+            parts = (self.seconds[kind] for kind in (_BW, _B, _W))
+            seconds[_BW] = tuple(
+                both * (b * backward + w * tokens) / (b + w)
+                for both, b, w in zip(*parts, strict=True)
             )
         return replace(
             self,
-            **tables,
-            p2p=tuple(tuple(value * scale.tokens for value in row) for row in self.p2p),
-            kept_input=self.kept_input * scale.tokens,
+            seconds=seconds,
+            memory={name: times(table, tokens) for name, table in self.memory.items()},
+            p2p=tuple(times(row, tokens) for row in self.p2p),
+            features=tuple(it.scaled(scale) for it in self.features),
             microbatches=(),
-            vocabulary=self.vocabulary and self.vocabulary.times(scale.tokens),
-            parts=tuple(part.times(scale.tokens) for part in self.parts),
         )
 
     def in_order(self, order: Sequence[int]) -> Costs:
@@ -493,40 +289,9 @@ class Costs:
 
     def one_f_one_b_peak(self) -> float:
         """Return 1F1B's peak: p microbatches in a row of the activations of its first rank."""
-        p = self.pipeline_size
-        if not self.microbatches:
-            return p * _resample(self.activation, p)[0]
-        held = [_resample(row.activation, p)[0] for row in self.microbatches]
-        return most_in_a_row(held, p)
-
-    def averaged(self) -> Costs:
-        """Return the same model with one cost for all, as most published schedulers see it.
-
-        Every slice, rank and link gets the median of its kind.
-        """
-        links = [self.p2p[a][a + 1] for a in range(self.pipeline_size - 1)]
-
-        def equal(values: tuple[float, ...]) -> list[float]:
-            return [median(values)] * len(values) if values else []
-
-        costs = Costs.of_slices(
-            pipeline_size=self.pipeline_size,
-            forward=equal(self.forward),
-            backward=equal(self.backward),
-            weight=equal(self.weight),
-            p2p=median(links or [0.0]),
-            activation=self.activation,
-            held_for_weight=self.held_for_weight,
-            fixed=self.fixed,
-            whole=equal(self.whole),
-        )
-        if not self.forward_comm:
-            return costs
-        comm = {"forward": equal(self.forward_comm), "backward": equal(self.backward_comm)}
-        return costs.with_communication(**comm, pair_loss=self.pair_loss)
-
-    def _latency(self, source: int, target: int) -> float:
-        return 0.0 if source == target else self.p2p[source][target]
+        p, rows = self.pipeline_size, self.microbatches or (self,)
+        held = [resampled(row.memory["activation"], p)[0] for row in rows]
+        return most_in_a_row(held, p) if self.microbatches else p * held[0]
 
     def for_placement(self, placement: Placement) -> StageCosts:
         """Cut or merge the slices into the stages of a placement.
@@ -539,120 +304,49 @@ class Costs:
                 f"costs are for {self.pipeline_size} pipeline ranks, "
                 f"the placement has {placement.pipeline_size}"
             )
-        stages, rank_of = placement.num_stages, placement.rank_of
-
-        def seconds(values: tuple[float, ...]) -> tuple[float, ...]:
-            slowdown = [self.slowdown[r] for r in rank_of]
-            return tuple(map(mul, memory(values), slowdown)) if values else ()
-
-        def memory(values: tuple[float, ...]) -> tuple[float, ...]:
-            return _resample(values, stages) if values else ()
-
-        forward_comm, backward_comm = seconds(self.forward_comm), seconds(self.backward_comm)
-        forward_p2p = [self._latency(a, b) for a, b in pairwise(rank_of)]
-        backward_p2p = [self._latency(b, a) for a, b in pairwise(rank_of)]
+        stages, links = placement.num_stages, [*pairwise(placement.rank_of)]
+        there = (*(latency(self, a, b) for a, b in links), 0.0)
+        back = (0.0, *(latency(self, b, a) for a, b in links))
+        none = (0.0,) * stages
+        seconds = {kind: seconds_of(self, of, placement) for kind, of in self.seconds.items()}
+        seconds.setdefault(_BW, added(seconds[_B], seconds[_W]))
         rows = {id(row): row.for_placement(placement) for row in self.microbatches}
-        return StageCosts(
-            forward=_sum(seconds(self.forward), forward_comm),
-            backward=_sum(seconds(self.backward), backward_comm),
-            weight=seconds(self.weight),
-            forward_p2p=(*forward_p2p, 0.0),
-            backward_p2p=(0.0, *backward_p2p),
-            activation=memory(self.activation),
-            held_for_weight=memory(self.held_for_weight),
-            whole=_sum(seconds(self.whole), backward_comm),
+        table = StageCosts(
+            seconds=seconds | {_R: seconds[_F], _D: none, _H: none},
+            latency={_F: there, _B: back, _BW: back, _W: none},
+            memory={name: resampled(of, stages) for name, of in self.memory.items()},
             microbatches=tuple(rows[id(row)] for row in self.microbatches),
-            shards=self._shards(placement),
-            forward_comm=forward_comm,
-            backward_comm=backward_comm,
-            pair_loss=self.pair_loss,
-            recompute=_sum(seconds(self.recompute), forward_comm),
-            kept_input=self._kept_inputs(stages),
-            copy=memory(self.copy),
-            full_duplex=self.full_duplex,
-            host_limit=self.host_limit,
-            others=tuple((it.kind.kind, seconds(self._each(it.seconds))) for it in self.parts),
-            memory_of_others=tuple(
-                (str(it.kind.kind), _resample(self._each(it.memory), stages)) for it in self.parts
-            ),
         )
-
-    def folded(self) -> Costs:
-        """Return the costs with the passes of parts counted as parts of those that they follow."""
-        costs = replace(self, parts=())
-        for part in self.parts:
-            seconds, memory = self._each(part.seconds), self._each(part.memory)
-            tables = {PassKind.F: "forward", PassKind.B: "backward", PassKind.W: "weight"}
-            name = tables[part.follows]
-            more = {name: seconds, "activation": memory}
-            if self.whole and part.follows is not PassKind.F:
-                more["whole"] = seconds
-            for table, values in more.items():
-                changed: Any = {table: tuple(map(add, getattr(costs, table), values))}
-                costs = replace(costs, **changed)
-        return costs
-
-    def _kept_inputs(self, stages: int) -> tuple[float, ...]:
-        if not self.recompute:
-            return ()
-        return tuple(min(self.kept_input, held) for held in _resample(self.activation, stages))
-
-    def _shards(self, placement: Placement) -> ShardCosts | None:
-        if self.vocabulary is None:
-            return None
-        ranks, end = range(self.pipeline_size), placement.rank_of[-1]
-        told, gather = max(self._latency(end, r) for r in ranks), self.vocabulary.gather
-        share = [s * f for s, f in zip(self.vocabulary.shares, self.slowdown, strict=True)]
-        return ShardCosts(
-            output=tuple(self.vocabulary.output * s for s in share),
-            weight=tuple(self.vocabulary.weight * s for s in share),
-            loss=self.vocabulary.loss * self.slowdown[end],
-            held=tuple(self.vocabulary.held * s for s in self.vocabulary.shares),
-            arrival=told + self.vocabulary.scatter,
-            back=tuple(0.0 if r == end else self._latency(r, end) + gather for r in ranks),
-            told=told,
-            **self._lookups(placement, share),
-        )
-
-    def _lookups(self, placement: Placement, share: list[float]) -> dict[str, Any]:
-        assert self.vocabulary is not None
-        if self.vocabulary.lookup is None:
-            return {}
-        ranks, start = range(self.pipeline_size), placement.rank_of[0]
-        from_first = max(self._latency(start, r) for r in ranks)
-        return {
-            "lookup": tuple(self.vocabulary.lookup * s for s in share),
-            "from_first": from_first,
-            "of_lookup": tuple(
-                from_first if r == start else self._latency(r, start) for r in ranks
-            ),
-        }
+        for feature in self.features:
+            table = feature.placed(self, placement, table)
+        return table
 
 
-_ALWAYS = ("forward", "backward", "weight", "activation", "held_for_weight")
-_AT_TIMES = ("whole", "forward_comm", "backward_comm", "recompute", "copy")
-"""Tables with one value for each slice: of all costs, and of some."""
+def with_all_kept(costs: Costs) -> Costs:
+    """Return the costs where every activation is kept on its device."""
+    return costs.without(lambda feature: feature.drops)
 
 
-def _sum(values: tuple[float, ...], more: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the sums of two tables; the first one where either is empty."""
-    return tuple(map(add, values, more)) if values and more else values
+# --- tables
 
 
-def check_number(costs: Costs | StageCosts, num_microbatches: int) -> None:
-    """Refuse costs of another number of microbatches.
-
-    Raises:
-        UsageError: names both numbers.
-    """
-    if costs.microbatches and len(costs.microbatches) != num_microbatches:
-        raise UsageError(
-            f"costs are for {len(costs.microbatches)} microbatches, "
-            f"the schedule has {num_microbatches}"
-        )
+def times(values: Table, factor: float) -> Table:
+    """Return a table with all its numbers multiplied."""
+    return tuple(value * factor for value in values)
 
 
-def _resample(values: tuple[float, ...], parts: int) -> tuple[float, ...]:
+def filled(values: float | Sequence[float] | None) -> Table:
+    """Return the table of a feature that has been completed."""
+    assert isinstance(values, tuple), "the costs have completed it"
+    return values
+
+
+def added(values: Table, more: Table) -> Table:
+    """Return the sums of two tables of one length."""
+    return tuple(a + b for a, b in zip(values, more, strict=True))
+
+
+def resampled(values: Table, parts: int) -> Table:
     """Spread consecutive equal slices over ``parts`` equal stages, keeping the total."""
     slices = len(values)
     if slices == parts:
@@ -669,3 +363,154 @@ def _resample(values: tuple[float, ...], parts: int) -> tuple[float, ...]:
             total += values[index] * overlap / parts
         out.append(total)
     return tuple(out)
+
+
+def latency(costs: Costs, source: int, target: int) -> float:
+    """Return the seconds of a transfer between two ranks, 0 on the same rank."""
+    return 0.0 if source == target else costs.p2p[source][target]
+
+
+def seconds_of(costs: Costs, values: Table, placement: Placement) -> Table:
+    """Return the seconds of each stage, as slow as its rank is, from those of each slice."""
+    slowdown = [costs.slowdown[r] for r in placement.rank_of]
+    return tuple(map(mul, resampled(values, placement.num_stages), slowdown))
+
+
+def by_slice(costs: Costs, values: float | Sequence[float]) -> Table:
+    """Return numbers of each slice, where one number is that of a microbatch on a whole rank."""
+    slices = len(costs.seconds[_F])
+    if isinstance(values, int | float):
+        return (values * costs.pipeline_size / slices,) * slices
+    return tuple(values)
+
+
+# --- checks
+
+
+def check_table(name: str, values: Sequence[float], length: int) -> None:
+    """Refuse a table of another length, or with a number that is negative or not finite.
+
+    Raises:
+        UsageError: names the table.
+    """
+    if len(values) != length:
+        raise UsageError(f"costs: {name} has {len(values)} entries, {length} are needed")
+    if not all(0 <= v < float("inf") for v in values):
+        raise UsageError(f"costs: {name} is {list(values)}: give finite values of 0 or more")
+
+
+def _check(costs: Costs) -> None:
+    slices, ranks = len(costs.seconds[_F]), costs.pipeline_size
+    words = {_F: "forward", _B: "backward", _W: "weight", _BW: "whole"}
+    tables: list[tuple[str, Table, int]] = [
+        *((words[kind], costs.seconds[kind], slices) for kind in (_F, _B, _W)),
+        *((name, values, slices) for name, values in costs.memory.items()),
+        ("slowdown", costs.slowdown, ranks),
+        ("fixed", costs.fixed, ranks),
+        *((words[_BW], values, slices) for values in [costs.seconds.get(_BW)] if values),
+        *(("p2p", row, ranks) for row in costs.p2p),
+    ]
+    for table in tables:
+        check_table(*table)
+    if len(costs.p2p) != ranks:
+        raise UsageError(f"costs: p2p has {len(costs.p2p)} rows, {ranks} are needed")
+    for kind in (_F, _B):
+        if not sum(costs.seconds[kind]) > 0:
+            raise UsageError(f"costs: {words[kind]} is zero: give a positive time, such as 1.0")
+    held = zip(costs.memory["held_for_weight"], costs.memory["activation"], strict=True)
+    if any(kept > whole for kept, whole in held):
+        raise UsageError("costs: held_for_weight is more than activation: B only frees memory")
+    if not all(factor > 0 for factor in costs.slowdown):
+        raise UsageError("costs: slowdown is zero: give a positive factor, such as 1.0")
+
+
+def check_number(costs: Costs | StageCosts, num_microbatches: int) -> None:
+    """Refuse costs of another number of microbatches.
+
+    Raises:
+        UsageError: names both numbers.
+    """
+    if costs.microbatches and len(costs.microbatches) != num_microbatches:
+        raise UsageError(
+            f"costs are for {len(costs.microbatches)} microbatches, "
+            f"the schedule has {num_microbatches}"
+        )
+
+
+# --- other costs of the same model
+
+
+def _rest(costs: Costs, shares: Sequence[float]) -> Callable[[Table], Table]:
+    """Return a function that leaves of a table of slices what shares of stages do not take."""
+    slices = len(costs.seconds[_W])
+    mean = [total * slices / len(shares) for total in resampled(tuple(shares), slices)]
+    return lambda values: tuple(
+        value * (1 - share) for value, share in zip(values, mean, strict=True)
+    )
+
+
+def with_frozen(costs: Costs, shares: Sequence[float]) -> Costs:
+    """Return the costs where nothing computes a share of each stage's weight gradients.
+
+    Args:
+        costs: of all weight gradients.
+        shares: of the weight gradients of consecutive stages, from 0 to 1.
+    """
+    rest = _rest(costs, shares)
+    weight = rest(costs.seconds[_W])
+    seconds = {**costs.seconds, _W: weight}
+    if _BW in seconds:
+        lost = (w - left for w, left in zip(costs.seconds[_W], weight, strict=True))
+        seconds[_BW] = tuple(whole - less for whole, less in zip(seconds[_BW], lost, strict=True))
+    return replace(
+        costs,
+        seconds=seconds,
+        memory={**costs.memory, "held_for_weight": rest(costs.memory["held_for_weight"])},
+        microbatches=tuple(with_frozen(row, shares) for row in costs.microbatches),
+    )
+
+
+def with_unsplit(costs: Costs, shares: Sequence[float]) -> Costs:
+    """Return the costs where B computes a share of each stage's weight gradients, not W.
+
+    Args:
+        costs: where W computes all of them.
+        shares: of the weight gradients of consecutive stages, from 0 to 1.
+    """
+    left = with_frozen(costs, shares)
+    moved = tuple(w - x for w, x in zip(costs.seconds[_W], left.seconds[_W], strict=True))
+    seconds = {**left.seconds, _B: added(costs.seconds[_B], moved)}
+    if _BW in seconds:
+        seconds[_BW] = costs.seconds[_BW]
+    return replace(
+        left,
+        seconds=seconds,
+        microbatches=tuple(with_unsplit(row, shares) for row in costs.microbatches),
+    )
+
+
+def averaged(costs: Costs) -> Costs:
+    """Return the same model with one cost for all, as most published schedulers see it.
+
+    Every slice, rank and link gets the median of its kind.
+    """
+    links = [costs.p2p[a][a + 1] for a in range(costs.pipeline_size - 1)] or [0.0]
+    features = (feature.leveled() for feature in costs.features)
+    return replace(
+        costs,
+        seconds={kind: level(table) for kind, table in costs.seconds.items()},
+        p2p=_equal_links(costs.pipeline_size, median(links)),
+        slowdown=(1.0,) * costs.pipeline_size,
+        features=tuple(it for it in features if it is not None),
+        microbatches=(),
+    )
+
+
+def level(values: Iterable[float]) -> Table:
+    """Return a table with the median of another one in every place."""
+    found = tuple(values)
+    return (median(found),) * len(found) if found else ()
+
+
+def _equal_links(ranks: int, seconds: float) -> tuple[Table, ...]:
+    return tuple(tuple(0.0 if a == b else seconds for b in range(ranks)) for a in range(ranks))

@@ -25,6 +25,7 @@ from megatron_zb.schedules.search.place_w import (
 )
 from megatron_zb.schedules.search.placement_search import search_placement
 from megatron_zb.schedules.simulator import peak_held_chunks, simulate
+from megatron_zb.schedules.stage_costs import communicates
 
 # --- building blocks
 
@@ -115,7 +116,7 @@ def interleaved(request: Request) -> Schedule:
     if group < 1:
         raise UsageError(f"interleaved: a group of {group} microbatches is empty: give 1 or more")
     plain = _interleaved(p, m, chunks, group)
-    if not request.costs.for_placement(plain.placement).communicates:
+    if not communicates(request.costs.for_placement(plain.placement)):
         return plain
     limits = request.limit.per_rank(request.costs)
     paired = overlapped(p, m, chunks, group)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import Channel, Message, Pair, Pass, PassKind
 from megatron_zb.schedules.rules import Moment
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
@@ -236,7 +237,7 @@ def _moments(schedule: Schedule, timeline: Timeline | None, *, captured: bool) -
     if timeline is None:
         p = len(schedule.ranks)
         costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0)
-        timeline = simulate(schedule, costs.with_vocabulary(output=1.0, weight=1.0, lookup=0.0))
+        timeline = simulate(schedule, costs.having(Vocabulary(output=1.0, weight=1.0, lookup=0.0)))
     made = timeline.start if captured else timeline.end
     return [
         [((start,), (end,)) for start, end in zip(starts, ends, strict=True)]
@@ -291,7 +292,7 @@ def unfinished(program: Program) -> dict[int, Instruction]:
 
 
 def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: float) -> float:
-    """Return the most memory that a rank holds, in the unit of ``costs.activation``.
+    """Return the most memory that a rank holds, in the unit of ``activation``.
 
     A buffer is there from when its receive is posted until its pass takes it, as part of what the
     pass holds; a message that was sent, until the next pass begins.

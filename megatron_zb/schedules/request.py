@@ -179,8 +179,8 @@ def _memory_of(peak: float, costs: StageCosts, stages: Sequence[int], p: int, m:
     what they hold.
     """
     if not costs.microbatches:
-        return peak * sum(costs.activation[s] for s in stages)
-    held = [sum(row.activation[s] for s in stages) for row in costs.microbatches]
+        return peak * sum(costs.memory["activation"][s] for s in stages)
+    held = [sum(row.memory["activation"][s] for s in stages) for row in costs.microbatches]
     of_most = peak * (most_in_a_row(held, p) / min(p, m))
     return of_most if peak < m else max(of_most, sum(held))
 

@@ -22,7 +22,7 @@ class Timeline:
     ``bubble_rate`` is the share of the ranks' time, from the first start to the last end anywhere,
     in which they run nothing. ``peak_activation[r]`` counts microbatches of a whole rank (every F
     holds 1/chunks of one until its W or BW ends, or its R instead where it has one; every T one
-    until its S ends); ``peak_memory[r]`` is in the unit of ``costs.activation`` and lets B free its
+    until its S ends); ``peak_memory[r]`` is in the unit of ``activation`` and lets B free its
     share. ``copies[r]`` are those of the rank's offloaded units, in the order in which they were
     requested; empty if there are none. ``peak_host[r]`` is what the host holds of them, in the same
     unit.
@@ -102,11 +102,11 @@ class Timeline:
 
     @cached_property
     def microbatch(self) -> float:
-        """Memory of a microbatch on 1F1B's first rank, in the unit of ``costs.activation``.
+        """Memory of a microbatch on 1F1B's first rank, in the unit of ``activation``.
 
         That rank has the first p-th of the model, which is as many stages as a rank has chunks.
         """
-        return sum(self.costs.activation[: self.schedule.placement.chunks]) or 1.0
+        return sum(self.costs.memory["activation"][: self.schedule.placement.chunks]) or 1.0
 
     @cached_property
     def peak_microbatches(self) -> tuple[float, ...]:
@@ -139,10 +139,10 @@ class Timeline:
         for p in self.schedule.ranks[rank]:
             unit = (p.stage, p.microbatch)
             if unit in self.schedule.offloaded and p.kind in (PassKind.B, PassKind.BW):
-                held -= self.costs.of(p.microbatch).activation[p.stage]
+                held -= self.costs.of(p.microbatch).memory["activation"][p.stage]
             curve.append(held)
             if unit in self.schedule.offloaded and p.kind is PassKind.F:
-                held += self.costs.of(p.microbatch).activation[p.stage]
+                held += self.costs.of(p.microbatch).memory["activation"][p.stage]
         return tuple(curve)
 
     def memory_curve(self, rank: int) -> tuple[float, ...]:

@@ -10,18 +10,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron_zb.schedules.bounds import shortest
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.stage_costs import StageCosts
+
+_F, _B, _W = PassKind.F, PassKind.B, PassKind.W
+_O, _P, _V = PassKind.O, PassKind.P, PassKind.V
 
 
 class _Microbatch:
     """Slices of one microbatch: ``rows[i]`` are the costs of slice i, shortened as far as any."""
 
     def __init__(self, rows: Sequence[StageCosts], *, joined: bool) -> None:
-        self.rows, self._joined = [row.shortest() for row in rows], joined
-        self.there = self._ways([(row.forward, row.forward_p2p) for row in self.rows])
+        self.rows, self._joined = [shortest(row) for row in rows], joined
+        self.there = self._ways([(row.seconds[_F], row.latency[_F]) for row in self.rows])
         """By stage and slice, the seconds from the start of F to that of the first B."""
-        self.back = self._ways([(row.backward, row.backward_p2p[1:]) for row in self.rows])
+        self.back = self._ways([(row.seconds[_B], row.latency[_B][1:]) for row in self.rows])
         """By stage and slice, the seconds from the start of the first B to the end of B."""
 
     def _ways(self, rows: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[list[float]]:
@@ -42,38 +47,43 @@ class _Microbatch:
     def arrival(self, stage: int) -> float:
         """Return the earliest start of the first F of a stage."""
         first = self.rows[0]
-        return sum(first.forward[s] + first.forward_p2p[s] for s in range(stage))
+        return sum(first.seconds[_F][s] + first.latency[_F][s] for s in range(stage))
 
     def first_backward(self, stage: int) -> float:
         """Return the earliest start of the first B of a stage."""
-        return self.there[0][0] + self.back[stage][-1] - self.rows[-1].backward[stage]
+        return self.there[0][0] + self.back[stage][-1] - self.rows[-1].seconds[_B][stage]
 
     def after_forwards(self, stage: int) -> float:
         """Return the least seconds from the last F of a stage to the end of the step."""
-        there = self.there[stage][-1] - self.rows[-1].forward[stage]
-        return there + self.back[0][0] + self.rows[0].weight[0]
+        there = self.there[stage][-1] - self.rows[-1].seconds[_F][stage]
+        return there + self.back[0][0] + self.rows[0].seconds[_W][0]
 
     def memory_time(self, stage: int) -> float:
         """Return the least memory times time of a stage's activations."""
         total, rest = 0.0, 0.0  # seconds from the end of B of a slice to that of the last slice
         for i, row in enumerate(self.rows):
             held = self.there[stage][i] + self.back[stage][i]
-            total += row.activation[stage] * held
-            weight = self.rows[0] if self._joined else row
-            total += row.held_for_weight[stage] * (weight.weight[stage] + self._joined * rest)
-            rest += row.backward[stage]
+            total += row.memory["activation"][stage] * held
+            weight = (self.rows[0] if self._joined else row).seconds[_W][stage]
+            total += _left(row, stage) * (weight + self._joined * rest)
+            rest += row.seconds[_B][stage]
         return total
 
     def left(self, stage: int) -> list[tuple[float, float]]:
         """Return seconds of B and W of a stage, and the memory that this much work has at least."""
         each = [
-            (row.backward[stage], row.activation[stage], row.held_for_weight[stage])
+            (row.seconds[_B][stage], row.memory["activation"][stage], _left(row, stage))
             for row in self.rows
         ]
         if self._joined:
-            return [_least_dense(each[::-1], self.rows[0].weight[stage])]
+            return [_least_dense(each[::-1], self.rows[0].seconds[_W][stage])]
         rows = zip(each, self.rows, strict=True)
-        return [_least_dense([slice_], row.weight[stage]) for slice_, row in rows]
+        return [_least_dense([slice_], row.seconds[_W][stage]) for slice_, row in rows]
+
+
+def _left(row: StageCosts, stage: int) -> float:
+    """Return the memory that a slice holds from B to W."""
+    return row.memory["held_for_weight"][stage]
 
 
 def _least_dense(
@@ -137,14 +147,15 @@ _Counted = Sequence[tuple[int, _Microbatch]]
 
 
 def _work(it: _Microbatch, stages: Sequence[int]) -> float:
-    return sum(row.forward[s] + row.backward[s] + row.weight[s] for row in it.rows for s in stages)
+    of_stage = ((row.seconds, s) for row in it.rows for s in stages)
+    return sum(of[_F][s] + of[_B][s] + of[_W][s] for of, s in of_stage)
 
 
 def _shard_work(it: _Microbatch, placement: Placement, rank: int) -> float:
     """Return the seconds of a rank's shard of the output layer, which may fill waits."""
-    shards = [row.shards for row in it.rows if row.shards is not None]
-    loss = sum(each.loss for each in shards) if rank == placement.rank_of[-1] else 0.0
-    return loss + sum(each.output[rank] + each.weight[rank] for each in shards)
+    shards, at = [row.seconds for row in it.rows if _O in row.seconds], placement.num_stages + rank
+    loss = sum(each[_P][-1] for each in shards) if rank == placement.rank_of[-1] else 0.0
+    return loss + sum(each[_O][at] + each[_V][at] for each in shards)
 
 
 def _waits(
@@ -153,7 +164,9 @@ def _waits(
     """Return the least waits of a rank at both ends, as :mod:`bounds` has them."""
     pieces = [(count, it, s) for count, it in all_of for s in stages]
     forwards = [
-        (row.forward[s], row.activation[s], count) for count, it, s in pieces for row in it.rows
+        (row.seconds[_F][s], row.memory["activation"][s], count)
+        for count, it, s in pieces
+        for row in it.rows
     ]
     backwards = [(*piece, count) for count, it, s in pieces for piece in it.left(s)]
     before = max(

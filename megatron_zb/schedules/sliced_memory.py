@@ -30,7 +30,7 @@ def fitted(orders: Iterable[Schedule], costs: Priced, limit: Sequence[float]) ->
 
     Args:
         orders: schedules of slices that keep every activation, whatever they hold.
-        costs: those with :meth:`~costs.Costs.with_recomputation` or with ``with_offload``.
+        costs: those in which activations can be recomputed or offloaded.
         limit: memory of each rank, in units of activation.
     """
     found: list[Timeline] = []
@@ -42,9 +42,9 @@ def fitted(orders: Iterable[Schedule], costs: Priced, limit: Sequence[float]) ->
             continue
         early = _with_early_weights(order)
         for each in (order, early) if early.ranks != order.ranks else (order,):
-            if timeline.costs.recompute:
+            if "kept_input" in timeline.costs.memory:
                 tried.append(with_recomputation(each, costs, limit))
-            if timeline.costs.copy:
+            if timeline.costs.copies is not None:
                 tried.append(place_offload(split_all(each), costs, limit))
     found += [simulate(each, costs) for each in tried if each is not None]
     return [it for it in found if keeps(it.peak_memory, limit)]
@@ -119,8 +119,8 @@ class _SlicedRank:
     def keep(self, limit: float) -> None:
         """Drop no slice that there is room for, those of the shortest lives first."""
         for _, unit in sorted(self._lives):
-            row = self._costs.of(unit[1])
-            more = row.activation[unit[0]] - row.kept_input[unit[0]]
+            memory = self._costs.of(unit[1]).memory
+            more = memory["activation"][unit[0]] - memory["kept_input"][unit[0]]
             between = self.held[self._forward[unit][0] : self._again[unit]]
             if float(between.max(initial=0.0)) + more <= limit:
                 between += more

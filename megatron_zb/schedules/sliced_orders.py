@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.auto import candidates, candidates_with_vocabulary
+from megatron_zb.schedules.costs import with_all_kept
 from megatron_zb.schedules.families import (
     BuildingBlock,
     interleaved,
@@ -26,6 +27,7 @@ from megatron_zb.schedules.families import (
     v_min_offsets,
     v_zb_offsets,
 )
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 from megatron_zb.schedules.request import Limit, LimitTooSmall, Request, keeps
@@ -109,7 +111,7 @@ def build_sliced(family: SlicedFamily, request: Request, slicing: Slicing) -> Sc
 def _built(family: SlicedFamily, request: Request, slicing: Slicing) -> Schedule:
     """Build one form of W, of a request for units."""
     costs = request.costs
-    if costs.recomputes_or_offloads:
+    if not costs.keeps_all:
         schedule = _with_recompute_or_offload(family, request, slicing)
     else:
         schedule = _ordered(family, request, slicing)
@@ -118,7 +120,7 @@ def _built(family: SlicedFamily, request: Request, slicing: Slicing) -> Schedule
     if users is not None:
         request.check_feasible(family.name, schedule.placement, users, timeline.peak_memory)
     allowed = users or timeline.peak_memory
-    if costs.recomputes_or_offloads:  # memory bounds no time
+    if not costs.keeps_all:  # memory bounds no time
         allowed = (math.inf,) * request.pipeline_size
     sizes = (schedule.placement, timeline.costs, allowed, slicing.slices)
     bound = sliced_bound(*sizes, joined=bool(slicing.joins_weight))
@@ -129,10 +131,11 @@ def _built(family: SlicedFamily, request: Request, slicing: Slicing) -> Schedule
 def _ordered(family: SlicedFamily, request: Request, slicing: Slicing) -> Schedule:
     """Return an order of a request for units, in which every activation is kept."""
     assert isinstance(request.costs, SlicedCosts)
-    costs = request.costs.with_all_kept()
+    costs = with_all_kept(request.costs)
     assert isinstance(costs, SlicedCosts)
     orders = SlicedOrders(replace(request, costs=costs), slicing)
-    found = family.order(orders) if costs.vocabulary is None else orders.with_vocabulary(family)
+    shards = costs.feature(Vocabulary) is not None
+    found = orders.with_vocabulary(family) if shards else family.order(orders)
     schedule = replace(found, name=family.name)
     schedule.check_ranks()
     return schedule

@@ -18,18 +18,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from operator import add
 from typing import Any, overload
 
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import Written
-from megatron_zb.schedules.costs import Costs, Scale
+from megatron_zb.schedules.costs import Costs, Scale, added
 from megatron_zb.schedules.kinds import Home, Kind
 from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, Sizes, TrainingRules
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.stage_costs import Priced, StageCosts
+from megatron_zb.schedules.stage_costs import Priced, StageCosts, Table
 
 _F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 _OF_LOSS = frozenset({PassKind.O, PassKind.P, PassKind.V})
@@ -252,7 +251,7 @@ class Slicing(Written):
     def of_equal_time(cls, slices: int, costs: Costs, **choices: Any) -> Slicing:
         """Return slices that take equally long in F, B and W together: later ones are shorter."""
         rough = cls.equal(slices, **choices)
-        forward, backward, weight = map(sum, (costs.forward, costs.backward, costs.weight))
+        forward, backward, weight = (sum(costs.seconds[kind]) for kind in (_F, _B, _W))
         grows = rough.attention * forward + rough._attention_backward * backward
         share = grows / (forward + backward + weight)
 
@@ -303,17 +302,17 @@ class Slicing(Written):
         units = tuple(rows[id(row), i] for row in whole for i in range(self.slices))
         values = {it.name: getattr(costs, it.name) for it in fields(Costs)}
         values["microbatches"] = units
-        if costs.vocabulary is not None:  # that of a unit: a rank holds the logits of a few
-            most = max((row.vocabulary for row in units if row.vocabulary), key=lambda it: it.held)
-            values["vocabulary"] = most
+        values["features"] = tuple(it.of_units(units) for it in costs.features)
         return SlicedCosts(**values, slicing=self, whole_peak=costs.one_f_one_b_peak())
 
     def _with_loss(self, row: Costs) -> Costs:
         if self.joins_weight or not self.weight_loss:
             return row
-        more = tuple(self.weight_loss * weight for weight in row.weight)
-        whole = tuple(map(add, row.whole, more)) if row.whole else ()
-        return replace(row, weight=tuple(map(add, row.weight, more)), whole=whole)
+        more = tuple(self.weight_loss * weight for weight in row.seconds[_W])
+        kinds = row.seconds.keys() & {_W, _BW}
+        return replace(
+            row, seconds={**row.seconds, **{k: added(row.seconds[k], more) for k in kinds}}
+        )
 
 
 def given_slices(value: Slicing | int | str) -> Slicing | str:
@@ -453,7 +452,7 @@ class SlicedCosts(Costs):
             UsageError: the placement has another pipeline size.
         """
         table = super().for_placement(placement)
-        if self.slicing.kept and table.recomputes_or_offloads:
+        if self.slicing.kept and not table.keeps_all:
             table = self._with_kept(table)
         if not self.slicing.joins_weight:
             return table
@@ -472,31 +471,25 @@ class SlicedCosts(Costs):
         made: dict[int, StageCosts] = {}
         for row in table.microbatches:
             if id(row) not in made:
-                stays = tuple(self.slicing.kept * held for held in row.activation)
-                inputs = row.kept_input or (0.0,) * len(stays)
-                whole = zip(inputs, stays, row.activation, strict=True)
-                made[id(row)] = replace(
-                    row,
-                    kept_input=tuple(min(i + s, a) for i, s, a in whole),
-                    memory_of_others=(*row.memory_of_others, (_STAYS, stays)),
-                )
+                held = row.memory["activation"]
+                memory = {**row.memory, _STAYS: tuple(self.slicing.kept * a for a in held)}
+                if "kept_input" in memory:
+                    whole = zip(memory["kept_input"], memory[_STAYS], held, strict=True)
+                    memory["kept_input"] = tuple(min(i + s, a) for i, s, a in whole)
+                made[id(row)] = replace(row, memory=memory)
         return replace(table, microbatches=tuple(made[id(row)] for row in table.microbatches))
 
 
 def _joined(group: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
     """Return the rows of a microbatch with all of W, and what it frees, in the first."""
-    weight, held = (
-        tuple(map(sum, zip(*(getattr(row, table) for row in group), strict=True)))
-        for table in ("weight", "held_for_weight")
-    )
-    none = (0.0,) * len(weight)
-    first = replace(
-        group[0],
-        weight=weight,
-        whole=(),
-        memory_of_others=(*group[0].memory_of_others, (_HELD, held)),
-    )
-    return first, *(replace(row, weight=none, whole=()) for row in group[1:])
+    weight = tuple(map(sum, zip(*(row.seconds[_W] for row in group), strict=True)))
+    held = tuple(map(sum, zip(*(row.memory["held_for_weight"] for row in group), strict=True)))
+
+    def of_weight(row: StageCosts, seconds: Table) -> StageCosts:
+        return row.with_seconds({_W: seconds, _BW: added(row.seconds[_B], seconds)})
+
+    first = replace(of_weight(group[0], weight), memory={**group[0].memory, _HELD: held})
+    return first, *(of_weight(row, (0.0,) * len(weight)) for row in group[1:])
 
 
 # --- from turns to units

@@ -228,9 +228,9 @@ class _GreedyForwards:
         row = self._costs.of(microbatch)
         self.ranks[rank].append(Pass(PassKind.F, stage, microbatch))
         self._done[stage] += 1
-        self._clock[rank] = start + row.forward[stage]
+        self._clock[rank] = start + row.seconds[PassKind.F][stage]
         if stage + 1 < self._placement.num_stages:
-            self._arrivals[stage + 1].append(self._clock[rank] + row.forward_p2p[stage])
+            self._arrivals[stage + 1].append(self._clock[rank] + row.latency[PassKind.F][stage])
             reader = self._placement.rank_of[stage + 1]
             if reader != rank:
                 self._offer(reader)
@@ -422,7 +422,8 @@ def _seconds(plan: StepPlan) -> float:
 
 def _work_of(costs: Costs) -> list[float]:
     """Return the seconds of all passes of each microbatch."""
-    return [sum(map(sum, (r.forward, r.backward, r.weight))) for r in costs.microbatches]
+    kinds = PassKind.F, PassKind.B, PassKind.W
+    return [sum(sum(row.seconds[kind]) for kind in kinds) for row in costs.microbatches]
 
 
 def rules(work: Sequence[float]) -> list[Order]:

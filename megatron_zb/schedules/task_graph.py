@@ -59,8 +59,9 @@ class CopyEngines:
     def _copy(self, p: Pass, now: float, direction: Copies) -> None:
         costs = self._costs.of(p.microbatch)
         start = max(now, self._free[direction])
-        end = start + (costs.copy[p.stage] if costs.copy else 0.0)
-        for engine in (direction,) if costs.full_duplex else Copies:
+        copies = costs.copies
+        end = start + (0.0 if copies is None else copies.seconds[p.stage])
+        for engine in (direction,) if copies is None or copies.full_duplex else Copies:
             self._free[engine] = end
         self._ended[direction, p.stage, p.microbatch] = end
         self.copies.append(Copy(p.stage, p.microbatch, direction is Copies.OUT, start, end))
@@ -518,4 +519,4 @@ class _Prices:
             priced = ((table.get(row.kind.kind), row.stage) for row in self._graph.rows)
             return [of[stage] if of and stage < len(of) else 0.0 for of, stage in priced]
 
-        return each(costs.seconds), each(costs.latencies)
+        return each(costs.seconds), each(costs.latency)

@@ -62,14 +62,16 @@ class SleepingCopies:
     def __init__(self, costs: StageCosts) -> None:
         self._costs = costs
         out = ThreadPoolExecutor(max_workers=1)
-        back = ThreadPoolExecutor(max_workers=1) if costs.full_duplex else out
+        assert costs.copies is not None
+        back = ThreadPoolExecutor(max_workers=1) if costs.copies.full_duplex else out
         self._engines = {True: out, False: back}
         self._copies: dict[tuple[bool, int, int], Future[None]] = {}
 
     def begin(self, stage: int, microbatch: int, *, to_host: bool) -> None:
         """Begin the copy of a unit, after those that its engine has been given before."""
-        seconds = self._costs.of(microbatch).copy[stage]
-        copy = self._engines[to_host].submit(time.sleep, seconds)
+        copies = self._costs.of(microbatch).copies
+        assert copies is not None
+        copy = self._engines[to_host].submit(time.sleep, copies.seconds[stage])
         self._copies[to_host, stage, microbatch] = copy
 
     def end(self, stage: int, microbatch: int, *, to_host: bool) -> None:
@@ -88,7 +90,7 @@ class SyntheticStage:
 
     def __init__(self, stage: int, costs: StageCosts, copies: SleepingCopies | None = None) -> None:
         self._stage, self._costs, self._copies = stage, costs, copies
-        self._is_last = stage == len(costs.forward) - 1
+        self._is_last = stage == len(costs.seconds[PassKind.F]) - 1
         self._is_first = stage == 0
         self._payload = torch.zeros(64)
         self._network = ThreadPoolExecutor(max_workers=1)
@@ -145,8 +147,8 @@ class SyntheticStage:
 
     def _all_to_all_seconds(self, kind: PassKind, microbatch: int) -> float:
         costs = self._costs.of(microbatch)
-        by_kind = {PassKind.F: costs.forward_comm, PassKind.W: (), PassKind.R: ()}
-        seconds = by_kind.get(kind, costs.backward_comm)
+        exchanges = {PassKind.F: PassKind.F, PassKind.B: PassKind.B, PassKind.BW: PassKind.B}
+        seconds = costs.exchange.get(exchanges.get(kind, kind))
         return seconds[self._stage] if seconds else 0.0
 
     def reset(self) -> None:

@@ -26,6 +26,7 @@ from megatron_zb.bridge.pipeline import IMPORTER_MODULE
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import forward_backward as runtime
 from megatron_zb.megatron_core import versions
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.request import Limit
 
 FULL = pytest.mark.full
@@ -118,7 +119,11 @@ def counted_with_adapters(adapters: str) -> tuple[list[float], str]:
     with redirect_stdout(said), install(settings, args) as pipeline:
         trainers.Actor(args, pipeline.builder).train_one_step(0, 4)
         costs = pipeline.adapter.costs
-        return [costs.forward[0], costs.backward[0], costs.weight[0]], said.getvalue()
+        return [
+            costs.seconds[PassKind.F][0],
+            costs.seconds[PassKind.B][0],
+            costs.seconds[PassKind.W][0],
+        ], said.getvalue()
 
 
 def test_frozen_weights_take_no_time_in_w(ranks: RankPools) -> None:

@@ -19,12 +19,13 @@ from megatron_zb.drawing.html_drawing import SIZES
 from megatron_zb.drawing.pictures import save_picture
 from megatron_zb.drawing.terminal import print_schedule
 from megatron_zb.schedules.families import dualpipe_v_order
+from megatron_zb.schedules.features.communication import Communication
 from megatron_zb.schedules.interchange import write_csv
 
 
 def timeline() -> schedules.Timeline:
     costs = schedules.Costs.uniform(pipeline_size=2, forward=1, backward=1, weight=1)
-    costs = costs.with_communication(forward=0.5, backward=0.5)
+    costs = costs.having(Communication(forward=0.5, backward=0.5))
     return schedules.simulate(dualpipe_v_order(2, 5), costs)
 
 

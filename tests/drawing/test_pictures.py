@@ -25,6 +25,7 @@ from megatron_zb.drawing.chart import (
 )
 from megatron_zb.drawing.pictures import draw, draw_below
 from megatron_zb.schedules import PassKind, Timeline
+from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.placement import looped
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
@@ -252,7 +253,7 @@ def test_the_title_compares_memory_with_1f1b() -> None:
 
 def test_copies_are_drawn_over_what_the_host_holds() -> None:
     costs = schedules.Costs.uniform(pipeline_size=4, forward=1.0, backward=1.2, weight=0.8)
-    costs = costs.with_offload(seconds=0.9)
+    costs = costs.having(Offload(seconds=0.9))
     schedule = schedules.build(
         "v-half", pipeline_size=4, num_microbatches=12, costs=costs, memory_limit=0.3
     )

@@ -19,6 +19,10 @@ from megatron_zb.cli import main as cli
 from megatron_zb.distill.cli import timeline as blockwise
 from megatron_zb.drawing import html_drawing, pictures
 from megatron_zb.drawing.chart import COST_UNIT
+from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 
 RECORDED = Path(__file__).parent / "recorded"
 TIMES = {"forward": 1.0, "backward": 1.2, "weight": 0.8, "p2p": 0.1}
@@ -31,13 +35,13 @@ def timeline_of(name: str) -> schedules.Timeline:
     costs = schedules.Costs.uniform(pipeline_size=2, **TIMES)
     limit = None
     if feature == "pairs":
-        costs = costs.with_communication(forward=0.4, backward=0.3)
+        costs = costs.having(Communication(forward=0.4, backward=0.3))
     if feature == "recomputation":
-        costs, limit = costs.with_recomputation(kept_input=0.1), 0.6
+        costs, limit = costs.having(Recomputation(kept_input=0.1)), 0.6
     if feature == "offload":
-        costs, limit = costs.with_offload(seconds=0.4), 0.6
+        costs, limit = costs.having(Offload(seconds=0.4)), 0.6
     if feature == "vocabulary":
-        costs = costs.with_vocabulary(output=1.5, weight=0.7)
+        costs = costs.having(Vocabulary(output=1.5, weight=0.7))
     sizes: dict[str, Any] = {"pipeline_size": 2, "num_microbatches": 4}
     return schedules.simulate(
         schedules.build(family, costs=costs, memory_limit=limit, **sizes), costs

@@ -19,6 +19,7 @@ from megatron_zb.drawing import html_drawing, html_page
 from megatron_zb.drawing.chart import MILLISECONDS, memory_lines
 from megatron_zb.schedules import Costs, PassKind, Schedule, Timeline
 from megatron_zb.schedules.families import dualpipe_v_order
+from megatron_zb.schedules.features.communication import Communication
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason=MISSING)
 
@@ -122,10 +123,12 @@ def test_pairs_agree_to_the_last_bit(page: Browser) -> None:
         weight=[0.2 + 0.03 * s for s in stages],
         whole=[0.5 + 0.09 * s for s in stages],
         p2p=0.013,
-    ).with_communication(
-        forward=[0.1 + 0.01 * s for s in stages],
-        backward=[0.11 + 0.02 * s for s in stages],
-        pair_loss=0.03,
+    ).having(
+        Communication(
+            forward=[0.1 + 0.01 * s for s in stages],
+            backward=[0.11 + 0.02 * s for s in stages],
+            pair_loss=0.03,
+        )
     )
     timeline = schedules.simulate(dualpipe_v_order(4, 10), costs)
     data = json.dumps(html_drawing.data(timeline, "pairs", MILLISECONDS))

@@ -13,6 +13,7 @@ from megatron_zb.cli import main as cli
 from megatron_zb.drawing.chart import bars_of, colour_of, legend_of
 from megatron_zb.drawing.pictures import draw
 from megatron_zb.schedules import Costs, PassKind, Timeline
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.interchange import write_csv
 from megatron_zb.schedules.passes import LAUNCH_LITTLE
 
@@ -24,7 +25,7 @@ OWN = [PassKind.O, PassKind.P, PassKind.V]
 
 def timeline() -> Timeline:
     costs = Costs.uniform(pipeline_size=4, forward=1.0, backward=1.0, weight=1.0)
-    costs = costs.with_vocabulary(output=2.0, weight=1.0, loss=0.5)
+    costs = costs.having(Vocabulary(output=2.0, weight=1.0, loss=0.5))
     schedule = schedules.build("v-half", pipeline_size=4, num_microbatches=8, costs=costs)
     return schedules.simulate(schedule, costs)
 
@@ -78,7 +79,7 @@ def test_a_sharded_embedding_is_read_and_left_out_of_a_drawing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     costs = Costs.uniform(pipeline_size=4, forward=1.0, backward=1.0, weight=1.0)
-    costs = costs.with_vocabulary(output=2.0, weight=1.0, lookup=0.0)
+    costs = costs.having(Vocabulary(output=2.0, weight=1.0, lookup=0.0))
     schedule = schedules.build("v-half", pipeline_size=4, num_microbatches=8, costs=costs)
     table = tmp_path / "cut.csv"
     write_csv(schedule, table)

@@ -21,6 +21,8 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job.agreement import store_of_job
 from megatron_zb.job.shared_build import SharedBuild, kept
 from megatron_zb.schedules import Costs, interchange
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.placement import v_shape
 from megatron_zb.schedules.slices import Slicing
 
@@ -83,9 +85,9 @@ def test_slices_are_shared_with_what_is_recomputed_and_offloaded(state: str) -> 
     """On their units: passes count slices, and B takes them in reverse."""
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
     if state == "recomputed":
-        costs = costs.with_recomputation(kept_input=0.01)
+        costs = costs.having(Recomputation(kept_input=0.01))
     if state == "offloaded":
-        costs = costs.with_offload(seconds=0.3)
+        costs = costs.having(Offload(seconds=0.3))
     limit = None if state == "kept" else 0.55
     slices = Slicing.equal(8, attention=0.3)
     request = {"name": "v-half", "costs": costs, "slices": slices, "memory_limit": limit}

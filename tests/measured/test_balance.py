@@ -21,6 +21,7 @@ from megatron_zb.measured.balance import (
 )
 from megatron_zb.measured.counted_layers import attention_of, flops_of_kind
 from megatron_zb.measured.profile import write_profile
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.step_plan import NO_ATTENTION
 
 SIZES = {"layers": LAYERS, "hidden_size": 64, "sequence_length": 32, "tensor": 1}
@@ -32,7 +33,12 @@ def v_half() -> schedules.Schedule:
 
 def test_layers_take_a_stages_time_together_and_the_ends_lengthen_the_outer_ones() -> None:
     costs = costs_of(4, 2, Ends(embedding=0.25, output=1.0, known="given"))
-    assert costs.forward == costs.backward == costs.weight == (0.625, 0.5, 0.5, 1.0)
+    assert (
+        costs.seconds[PassKind.F]
+        == costs.seconds[PassKind.B]
+        == costs.seconds[PassKind.W]
+        == (0.625, 0.5, 0.5, 1.0)
+    )
 
 
 def test_a_vocabulary_of_32_hidden_sizes_counts_for_eight_thirds_of_a_layer() -> None:

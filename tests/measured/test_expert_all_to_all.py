@@ -43,8 +43,8 @@ def test_a_pair_is_as_much_shorter_as_both_of_its_stages_exchange() -> None:
     assert found.seconds == pytest.approx(HIDDEN)
     assert found.loss == pytest.approx(0.0)
     costs = measured.costs(v_shape(4)).for_placement(v_shape(4))
-    assert costs.forward == pytest.approx([stage.forward for stage in measured.stages])
-    assert costs.backward == pytest.approx([stage.backward for stage in measured.stages])
+    assert costs.seconds[PassKind.F] == pytest.approx([stage.forward for stage in measured.stages])
+    assert costs.seconds[PassKind.B] == pytest.approx([stage.backward for stage in measured.stages])
     for one in measured.pairs:
         kind = PassKind.BW if one.whole else PassKind.B
         both = Pair(Pass(PassKind.F, one.forward, 1), Pass(kind, one.backward, 0))
@@ -78,13 +78,13 @@ def test_no_pass_is_all_exchange() -> None:
     for stage in values["stages"]:
         stage["backward"] = 0.5 * stage["forward"]
     costs = Profile.model_validate(values).costs(v_shape(4))
-    assert min(*costs.forward, *costs.backward) > 0
+    assert min(*costs.seconds[PassKind.F], *costs.seconds[PassKind.B]) > 0
 
 
 def test_without_pairs_nothing_is_told() -> None:
     measured = profile()
     assert measured.all_to_all is None
-    assert not measured.costs(v_shape(4)).forward_comm
+    assert not measured.costs(v_shape(4)).features
 
 
 def test_equal_costs_take_the_share_that_was_measured() -> None:
@@ -94,7 +94,7 @@ def test_equal_costs_take_the_share_that_was_measured() -> None:
     assert share == pytest.approx(0.5 / 1.5)
     equal = Costs.uniform(pipeline_size=4, forward=1.0, backward=1.0, weight=1.0)
     table = with_all_to_all(equal, share, 0.0).for_placement(v_shape(4))
-    assert table.forward_comm == pytest.approx([share / 2] * 8)
+    assert table.exchange[PassKind.F] == pytest.approx([share / 2] * 8)
 
 
 def test_replicas_count_as_their_slowest_pair() -> None:

@@ -226,7 +226,7 @@ def test_a_whole_backward_has_its_own_seconds(more: float) -> None:
     """A step of whole backwards takes them; where they take longer, none is joined."""
     split: Any = {"forward": [0.01, 0.01], "backward": [0.012, 0.012], "weight": [0.008, 0.008]}
     costs = schedules.Costs.of_slices(pipeline_size=2, **split, whole=[0.02 + more] * 2)
-    assert costs.whole == (0.02 + more,) * 2
+    assert costs.seconds[PassKind.BW] == (0.02 + more,) * 2
     timeline = schedules.simulate(
         schedules.build("1f1b", pipeline_size=2, num_microbatches=4), costs
     )
@@ -340,9 +340,9 @@ def test_every_division_of_a_hybrid_model_takes_as_long_as_the_truth_says(
     fit, placement = Fit.of(profile_of(HYBRID, profiled, 0, PATTERN)), v_shape(P)
     found = fit.costs(placement, counts).for_placement(placement)
     known = HYBRID.costs(placement, layout.lettered(counts), PATTERN).for_placement(placement)
-    assert found.forward == pytest.approx(known.forward, rel=2e-3)
-    assert found.backward == pytest.approx(known.backward, rel=2e-3)
-    assert found.weight == pytest.approx(known.weight, rel=2e-3)
+    assert found.seconds[PassKind.F] == pytest.approx(known.seconds[PassKind.F], rel=2e-3)
+    assert found.seconds[PassKind.B] == pytest.approx(known.seconds[PassKind.B], rel=2e-3)
+    assert found.seconds[PassKind.W] == pytest.approx(known.seconds[PassKind.W], rel=2e-3)
     work = [sum(HYBRID.letters[kind][:3]) for kind in PATTERN]
     assert fit.work == pytest.approx([LAYERS_IN_ALL * one / sum(work) for one in work])
 
@@ -394,4 +394,4 @@ def test_a_profile_without_what_may_be_left_out_is_read() -> None:
     fit = Fit.of(Profile.model_validate(old))
     placement = v_shape(P)
     assert fit.parts["forward"].layer == pytest.approx((0.020 + 0.0005) / 2)
-    assert len(fit.costs(placement, (2, 2, 2, 2)).forward) == 4
+    assert len(fit.costs(placement, (2, 2, 2, 2)).seconds[PassKind.F]) == 4

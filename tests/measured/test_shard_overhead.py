@@ -11,6 +11,8 @@ from megatron_zb.measured.balance import Ends, costs_beside
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile
 from megatron_zb.measured.usual_gpu import ShardOverhead
+from megatron_zb.schedules.features.vocabulary import Vocabulary
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import looped, v_shape
 
 
@@ -32,14 +34,14 @@ def test_counted_costs_have_the_output_layer_on_all_ranks_or_on_the_last_stage()
     whole = costs_beside(placement, layers, ends, sharded=False)
     sharded = costs_beside(placement, layers, ends, sharded=True)
     layer = 4 / 16
-    assert whole.vocabulary is None
-    assert whole.forward[-1] == pytest.approx(5 * layer)
-    assert sharded.forward[-1] == pytest.approx(2 * layer)
-    assert sharded.forward[1:-1] == whole.forward[1:-1]
-    assert whole.forward[0] == pytest.approx(2.5 * layer)
-    assert sharded.forward[0] == pytest.approx(2 * layer)
+    assert whole.feature(Vocabulary) is None
+    assert whole.seconds[PassKind.F][-1] == pytest.approx(5 * layer)
+    assert sharded.seconds[PassKind.F][-1] == pytest.approx(2 * layer)
+    assert sharded.seconds[PassKind.F][1:-1] == whole.seconds[PassKind.F][1:-1]
+    assert whole.seconds[PassKind.F][0] == pytest.approx(2.5 * layer)
+    assert sharded.seconds[PassKind.F][0] == pytest.approx(2 * layer)
     assert sharded.p2p == whole.p2p
-    found = sharded.vocabulary
+    found = sharded.feature(Vocabulary)
     assert found is not None
     assert found.output == pytest.approx((2 * 3 + 0.2 + 4 * 3 * 0.2) * layer)
     assert found.weight == pytest.approx((3 + 0.2 + 4 * 0.2) * layer)
@@ -52,9 +54,10 @@ def test_layers_of_multi_token_prediction_stay_on_the_last_stage() -> None:
     """Of a layer and 2 runs of 3 layers that are sharded; a profile has timed them, or has not."""
     placement, layers = v_shape(4), (2,) * 8
     sharded = costs_beside(placement, layers, Ends(0.0, 7.0, "by hand", kept=1.0), sharded=True)
-    assert sharded.forward[-1] == pytest.approx(3 * 4 / 16)
-    assert sharded.vocabulary is not None and sharded.vocabulary.predicts
-    assert sharded.vocabulary.output == pytest.approx(2 * 6 * 4 / 16)
+    assert sharded.seconds[PassKind.F][-1] == pytest.approx(3 * 4 / 16)
+    vocabulary = sharded.feature(Vocabulary)
+    assert vocabulary is not None and vocabulary.predicts
+    assert vocabulary.output == pytest.approx(2 * 6 * 4 / 16)
     usual = profile()
     predicting = usual.model_copy(
         update={
@@ -64,17 +67,19 @@ def test_layers_of_multi_token_prediction_stay_on_the_last_stage() -> None:
     fit, found = Fit.of(predicting), Fit.of(usual)
     assert fit.in_layers(sharded=True)[1] == pytest.approx(1.0)
     shared, whole = (of.sharded_costs(placement, layers, ShardOverhead()) for of in (fit, found))
-    assert shared.vocabulary is not None and whole.vocabulary is not None
-    assert shared.vocabulary.predicts and not whole.vocabulary.predicts
+    predicts = [it.predicts for of in (shared, whole) for it in [of.feature(Vocabulary)] if it]
+    assert predicts == [True, False]
 
 
 def test_measured_costs_take_the_output_layer_off_the_last_stage() -> None:
     fit, placement = Fit.of(profile()), v_shape(4)
     whole = fit.costs(placement, (2,) * 8)
     sharded = fit.sharded_costs(placement, (2,) * 8, ShardOverhead(adding=0.25))
-    assert whole.forward[-1] - sharded.forward[-1] == pytest.approx(HEAVY * LAYER["forward"])
-    assert all(a == b for a, b in pairwise(sharded.weight))
-    found = sharded.vocabulary
+    assert whole.seconds[PassKind.F][-1] - sharded.seconds[PassKind.F][-1] == pytest.approx(
+        HEAVY * LAYER["forward"]
+    )
+    assert all(a == b for a, b in pairwise(sharded.seconds[PassKind.W]))
+    found = sharded.feature(Vocabulary)
     assert found is not None
     assert found.output == pytest.approx(HEAVY * (LAYER["forward"] + LAYER["backward"]))
     assert found.weight == pytest.approx(HEAVY * LAYER["weight"])
@@ -92,22 +97,23 @@ def test_shards_that_were_measured_have_their_own_seconds(slow: dict[int, float]
         fit.sharded_costs(placement, (2,) * 8, ShardOverhead()),
     ):
         found = costs.for_placement(placement)
-        assert found.shards is not None
         times = [slow.get(rank, 1.0) for rank in range(4)]
-        assert found.shards.output == pytest.approx([SHARD["output"] * t for t in times])
-        assert found.shards.weight == pytest.approx([SHARD["weight"] * t for t in times])
-        assert found.shards.lookup == pytest.approx([0.025 * t for t in times])
-        assert found.shards.loss == pytest.approx(LOSS)
-        assert found.shards.held == (SHARD["held"],) * 4
+        assert found.seconds[PassKind.O][8:] == pytest.approx([SHARD["output"] * t for t in times])
+        assert found.seconds[PassKind.V][8:] == pytest.approx([SHARD["weight"] * t for t in times])
+        assert found.seconds[PassKind.E][8:] == pytest.approx([0.025 * t for t in times])
+        assert found.seconds[PassKind.P][-1] == pytest.approx(LOSS)
+        assert found.memory["logits"][8:] == (SHARD["held"],) * 4
         expected = [2 * LAYER["forward"] * times[rank] for rank in placement.rank_of]
-        assert found.forward == pytest.approx(expected)
+        assert found.seconds[PassKind.F] == pytest.approx(expected)
     looped_costs = fit.sharded_costs(looped(4), (4,) * 4, ShardOverhead()).for_placement(looped(4))
-    assert looped_costs.forward == pytest.approx([4 * slow.get(rank, 1.0) for rank in range(4)])
+    assert looped_costs.seconds[PassKind.F] == pytest.approx(
+        [4 * slow.get(rank, 1.0) for rank in range(4)]
+    )
 
 
 def test_whole_ends_are_the_sum_of_measured_shards() -> None:
     costs = Fit.of(sharded_profile()).costs(v_shape(4), (2,) * 8)
-    assert costs.vocabulary is None
+    assert costs.feature(Vocabulary) is None
     for name, output, embedding in (
         ("forward", 2 * SHARD["output"], SHARD["lookup"]),
         ("backward", 2 * SHARD["output"], SHARD["gradient"]),
@@ -116,7 +122,7 @@ def test_whole_ends_are_the_sum_of_measured_shards() -> None:
         seconds = getattr(costs, name)
         assert seconds[-1] - seconds[1] == pytest.approx(output), name
         assert seconds[0] - seconds[1] == pytest.approx(embedding), name
-    assert costs.activation[-1] - costs.activation[1] == 4 * SHARD["held"]
+    assert costs.memory["activation"][-1] - costs.memory["activation"][1] == 4 * SHARD["held"]
 
 
 def test_a_measured_output_layer_tells_what_sharding_takes() -> None:
@@ -132,5 +138,5 @@ def test_a_profile_of_other_ranks_gives_way_to_the_sizes() -> None:
     ends = Ends(0.0, HEAVY, "by hand", profile())
     same = costs_beside(v_shape(4), (2,) * 8, ends, sharded=True)
     other = costs_beside(v_shape(2), (4,) * 4, ends, sharded=True)
-    assert same.forward[0] == pytest.approx(2 * LAYER["forward"])
-    assert other.forward[0] == pytest.approx(4 * 2 / 16)
+    assert same.seconds[PassKind.F][0] == pytest.approx(2 * LAYER["forward"])
+    assert other.seconds[PassKind.F][0] == pytest.approx(4 * 2 / 16)

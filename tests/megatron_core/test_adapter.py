@@ -12,6 +12,7 @@ from megatron_zb.job.settings import ScheduleSettings
 from megatron_zb.measured.balance import Ends
 from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter
 from megatron_zb.megatron_core.connections import WatchPart
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.interchange import from_csv
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.passes import PassKind
@@ -60,11 +61,11 @@ def test_the_faster_of_a_whole_and_a_sharded_vocabulary(
         scheduled("zb-h1", **sizes, pipeline_vocabulary="auto")
     ends = Ends(0.0, output, "given")
     adapter = scheduled("zb-h1", **sizes, ends=ends, pipeline_vocabulary="auto")
-    assert (adapter.costs.vocabulary is not None) is vocabulary_parallel
+    assert (adapter.costs.feature(Vocabulary) is not None) is vocabulary_parallel
     assert f"simulated for {ends}" in adapter.describe()
     for asked in ("on", "off"):
         adapter = scheduled("zb-h1", **sizes, ends=ends, pipeline_vocabulary=asked)
-        assert (adapter.costs.vocabulary is not None) is (asked == "on")
+        assert (adapter.costs.feature(Vocabulary) is not None) is (asked == "on")
 
 
 def test_offloaded_activations_need_the_time_of_a_copy() -> None:

@@ -25,6 +25,8 @@ from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.profiling import ITERATIONS
 from megatron_zb.runtime.activation_memory import ThreadEngines
 from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.request import Limit
@@ -176,11 +178,11 @@ def test_costs_of_recomputation_need_what_was_measured() -> None:
     profile, untold = two_stages(), two_stages(host_link=None)
     placement = schedules.build("zb-h1", pipeline_size=2, num_microbatches=4).placement
     costs = profile.with_recomputation(profile.costs(placement))
-    assert costs.recompute == pytest.approx((0.13, 0.11))
-    assert costs.kept_input == 7
+    recomputation = costs.feature(Recomputation)
+    assert recomputation is not None and recomputation.kept_input == 7
+    assert recomputation.seconds == pytest.approx((0.13, 0.11))
     costs = profile.with_offload(costs, host_limit=5000.0)
-    assert costs.copy == (2.0, 2.0)
-    assert (costs.full_duplex, costs.host_limit) == (False, 5000.0)
+    assert costs.feature(Offload) == Offload((2.0, 2.0), full_duplex=False, host_limit=5000.0)
     with pytest.raises(UsageError, match="does not say how fast activations are copied"):
         untold.with_offload(costs)
 
@@ -198,5 +200,6 @@ def test_a_profile_that_balances_layers_tells_what_copies_take(
         pipeline_offload="auto",
         copy=copy if profile is None else 0.1,
     )
-    assert adapter.costs.copy == pytest.approx([3 * copy] * 2)
+    offload = adapter.costs.feature(Offload)
+    assert offload is not None and offload.seconds == pytest.approx([3 * copy] * 2)
     assert f"; a copy counts as {copy:.0%} of its passes" in adapter.describe()

@@ -20,6 +20,7 @@ from megatron_zb import schedules
 from megatron_zb.measured.profile import read_profile
 from megatron_zb.megatron_core.profiling import ITERATIONS
 from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.passes import PassKind
 
 SCHEDULES = ("zb-h1", "zb-2p", "v-half", "v-zb", "auto")
 SPLITTING = (*SCHEDULES, "1f1b")
@@ -125,13 +126,13 @@ def shares_and_said(case: GPTCase, schedule: str) -> tuple[list[float], float, l
     """The shares that B computes, W of a rank in the costs before and after, and what is said."""
     with redirect_stdout(StringIO()) as said, built(case, schedule, 4) as (adapter, chunks):
         assert adapter is not None
-        before = adapter.costs.weight[0]
+        before = adapter.costs.seconds[PassKind.W][0]
         data = [microbatches(case, 4) for _ in chunks]
         forward_backward(adapter.forward_backward_func, chunks, data, 4)
         return (
             list(adapter.current.unsplit_shares),
             before,
-            list(adapter.costs.weight),
+            list(adapter.costs.seconds[PassKind.W]),
             said.getvalue(),
         )
 

@@ -24,6 +24,7 @@ from megatron_zb.megatron_lm.adapter_of_arguments import (
     prepare_overlap,
 )
 from megatron_zb.schedules import interchange
+from megatron_zb.schedules.features.communication import Communication
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape, wave
 from megatron_zb.schedules.schedule import Schedule
@@ -305,8 +306,8 @@ def test_pairs_are_looked_for_beside_an_expert_all_to_all() -> None:
     line = "--pipeline-schedule v-half --pipeline-profile run.yaml"
     with briefly():
         adapter, usual = adapter_of(parsed(line, **OVERLAPPING)), adapter_of(parsed(line))
-    assert adapter.costs.forward_comm
-    assert not usual.costs.forward_comm
+    assert adapter.costs.feature(Communication)
+    assert not usual.costs.feature(Communication)
     assert "an expert all-to-all of 50% of a forward" in adapter.describe()
     assert ProfilePart in adapter._parts
 

@@ -20,6 +20,7 @@ from megatron_zb.measured.profile import write_profile
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
 from megatron_zb.schedules import catalog, interchange
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
@@ -44,7 +45,7 @@ def adapter(line: str, build: catalog.Build = catalog.build, **upstream: Any) ->
 
 def is_vocabulary_parallel(found: PipelineAdapter) -> bool:
     kinds = {str(p.kind) for rank in found.schedule.ranks for p in rank}
-    assert ("O" in kinds) is (found.costs.vocabulary is not None)
+    assert ("O" in kinds) is (found.costs.feature(Vocabulary) is not None)
     return "O" in kinds
 
 

@@ -32,6 +32,8 @@ from megatron_zb.plan.strategy import (
     MEGATRON_OVERLAP,
     candidates_of,
 )
+from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import looped, v_shape
 from megatron_zb.schedules.request import LimitTooSmall
 
@@ -57,12 +59,12 @@ def test_the_costs_of_the_placement_that_ran_are_those_it_has_measured() -> None
     own = measured.costs(placement).for_placement(placement)
     for name in ("forward", "backward", "weight", "activation", "held_for_weight"):
         assert getattr(fitted, name) == pytest.approx(getattr(own, name)), name
-    assert fitted.forward_p2p == own.forward_p2p
+    assert fitted.latency[PassKind.F] == own.latency[PassKind.F]
 
 
 def test_a_slow_rank_is_slow_in_every_placement() -> None:
     costs = Fit.of(profile(slow={2: 1.5})).costs(looped(P), (4,) * 4).for_placement(looped(P))
-    assert costs.forward == pytest.approx((4.0, 4.0, 6.0, 4.0 + HEAVY))
+    assert costs.seconds[PassKind.F] == pytest.approx((4.0, 4.0, 6.0, 4.0 + HEAVY))
 
 
 def test_a_heavy_output_layer_asks_for_an_uneven_layout() -> None:
@@ -192,9 +194,13 @@ def test_measured_pairs_take_part_as_rows_of_their_own() -> None:
     costs = Fit.of(measured).costs(
         v_shape(P), (1, 2, 2, 2, 2, 2, 2, 3), Variant(overlaps_all_to_all=True)
     )
-    assert costs.forward_comm == pytest.approx([0.4 * n for n in (1, 2, 2, 2, 2, 2, 2, 3)])
+    communication = costs.feature(Communication)
+    assert communication is not None
+    assert communication.forward == pytest.approx([0.4 * n for n in (1, 2, 2, 2, 2, 2, 2, 3)])
     table = costs.for_placement(v_shape(P))
-    assert table.forward == pytest.approx([LAYER["forward"] * n for n in (1, 2, 2, 2, 2, 2, 2, 3)])
+    assert table.seconds[PassKind.F] == pytest.approx(
+        [LAYER["forward"] * n for n in (1, 2, 2, 2, 2, 2, 2, 3)]
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from megatron_zb.plan.strategy import (
     candidates_of,
 )
 from megatron_zb.plan.table import flags, setting_of
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.simulator import simulate
 
 FLAG = "--overlap-moe-expert-parallel-comm"
@@ -115,9 +116,12 @@ def test_passes_of_a_pair_compute_for_what_they_take_without_the_exchange() -> N
     table, alone = (
         staged.costs(blocking=False).for_placement(staged.placement) for staged in (hidden, whole)
     )
-    for with_it, without in ((table.forward, alone.forward), (table.backward, alone.backward)):
+    for with_it, without in (
+        (table.seconds[PassKind.F], alone.seconds[PassKind.F]),
+        (table.seconds[PassKind.B], alone.seconds[PassKind.B]),
+    ):
         assert with_it == pytest.approx(without)
-    assert table.forward_comm == pytest.approx(hidden.all_to_all)
+    assert table.exchange[PassKind.F] == pytest.approx(hidden.all_to_all)
 
 
 def test_layouts_count_what_pairs_hide_and_what_they_do_not() -> None:

@@ -19,6 +19,7 @@ from megatron_zb.plan.stages import cut_into_stages
 from megatron_zb.plan.strategy import Choices, candidates_of
 from megatron_zb.plan.table import as_json, flags
 from megatron_zb.schedules import Pass, PassKind
+from megatron_zb.schedules.features.offload import Offload
 
 ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))
 F, B, W, R, D, H = (getattr(PassKind, kind) for kind in "FBWRDH")
@@ -53,8 +54,12 @@ def test_seconds_of_copies_are_those_of_the_link() -> None:
     costs = replace(staged, offloads=True).costs(blocking=False)
     host = a100().host
     assert host is not None
-    assert costs.copy == pytest.approx([size / host.bandwidth for size in costs.activation])
-    assert costs.host_limit == host.memory_gib * GIB
+    offload = costs.feature(Offload)
+    assert offload is not None
+    assert offload.seconds == pytest.approx(
+        [size / host.bandwidth for size in costs.memory["activation"]]
+    )
+    assert offload.host_limit == host.memory_gib * GIB
 
 
 @pytest.mark.slow

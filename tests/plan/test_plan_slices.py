@@ -49,6 +49,7 @@ from megatron_zb.plan.strategy import (
 from megatron_zb.plan.table import as_json, flags
 from megatron_zb.plan.vocabulary import CountedShard
 from megatron_zb.schedules import PassKind
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.placement import v_shape
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
@@ -178,7 +179,10 @@ def test_slices_of_equal_time_take_equally_long() -> None:
     assert all(length % 16 == 0 for length in lengths)
     costs = staged.costs(blocking=False)
     rows = [costs.scaled(scale) for scale in staged.slicing.scales]
-    times = [sum(row.forward) + sum(row.backward) + sum(row.weight) for row in rows]
+    times = [
+        sum(row.seconds[PassKind.F]) + sum(row.seconds[PassKind.B]) + sum(row.seconds[PassKind.W])
+        for row in rows
+    ]
     assert max(times) < 1.01 * min(times)
     assert staged.load.slowest_slice == pytest.approx(1 / 4, rel=0.01)
     share = max(lengths) / 32768
@@ -434,7 +438,9 @@ def test_slices_that_are_recomputed_are_planned() -> None:
     (auto,) = sliced(candidates_of(["auto"])[2:], named=True)
     staged, m = cut("v-zb", slices=8), 8
     kept, recomputed = (replace(staged, recomputes=recomputes) for recomputes in (False, True))
-    assert recomputed.costs(blocking=False).kept_input == 2 * 32768 * LONG.hidden_size  # in 16 bits
+    recomputation = recomputed.costs(blocking=False).feature(Recomputation)
+    assert recomputation is not None
+    assert recomputation.kept_input == 2 * 32768 * LONG.hidden_size  # in 16 bits
     assert searched_by_auto(job, auto, kept, m) is None
     row = searched_by_auto(job, auto, recomputed, m)
     assert row is not None

@@ -35,6 +35,7 @@ from megatron_zb.plan.vocabulary import (
 )
 from megatron_zb.plan.work import PassSeconds
 from megatron_zb.schedules import Pass, PassKind
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.placement import looped, v_shape
 
 LARGE = 32_000 * 8
@@ -163,10 +164,10 @@ def test_what_a_rank_does_is_in_its_costs() -> None:
     sharded = sharded_stages()
     costs = sharded.costs(blocking=False).for_placement(sharded.placement)
     shard = sharded.shard
-    assert shard is not None and costs.shards is not None
-    assert costs.shards.output == pytest.approx([shard.output] * 4)
-    assert costs.shards.weight == pytest.approx([shard.weight] * 4)
-    assert len(costs.activation) == 8
+    assert shard is not None
+    assert costs.seconds[PassKind.O][8:] == pytest.approx([shard.output] * 4)
+    assert costs.seconds[PassKind.V][8:] == pytest.approx([shard.weight] * 4)
+    assert len(costs.memory["activation"]) == 8
     whole = replace(sharded, vocabulary_parallel=False)
     norm = shard.last_norm
     assert sharded.work[-1].total == pytest.approx(
@@ -184,14 +185,12 @@ def test_the_link_of_the_last_stage_carries_all_messages() -> None:
         sharded = sharded_stages(small(global_batch_size=64), data=ranks)
         place = getattr(gapless().messages, link)
         one = 2 * 1024 * 1024 / place.bandwidth
-        found = sharded.costs(blocking=False).for_placement(sharded.placement).shards
-        assert found is not None
+        found = sharded.costs(blocking=False).for_placement(sharded.placement).latency
         latency = one + place.latency
-        assert found.told == pytest.approx(latency)
-        assert found.arrival == pytest.approx(
-            latency + 2 * one
-        )  # three messages, one after another
-        assert found.back == pytest.approx([0.0, *[latency + 5 * one] * 3])  # of twice the size
+        assert found[PassKind.P][-1] == pytest.approx(latency)
+        # three messages, one after another; then those of twice the size
+        assert found[PassKind.F][-1] == pytest.approx(latency + 2 * one)
+        assert found[PassKind.O][8:] == pytest.approx([0.0, *[latency + 5 * one] * 3])
         assert sharded.link_seconds == pytest.approx(9 * one)  # two of a part, one of rows
 
 
@@ -257,7 +256,7 @@ def test_prediction_counts_for_one_more_output_layer_and_a_layer() -> None:
     )
     hidden = again.load.model.hidden_size
     assert more - usual == usual + 2 * 2 * hidden**2  # 16 bits of a layer, and of what joins rows
-    costs = again.costs(blocking=False).vocabulary
+    costs = again.costs(blocking=False).feature(Vocabulary)
     assert costs is not None and costs.predicts and costs.output == 4 * again.shard.output
 
 
@@ -404,7 +403,7 @@ def test_a_page_of_a_plan_draws_what_has_colours(tmp_path: Path) -> None:
         row.timeline for row in found.ranked if row.timeline and not row.vocabulary_parallel
     )
     assert explorer["names"][0] == first.schedule.name
-    assert explorer["orders"][0]["costs"]["activation"] == list(first.costs.activation)
+    assert explorer["orders"][0]["costs"]["activation"] == list(first.costs.memory["activation"])
     only_cut = replace(found, ranked=found.ranked[:1])
     save_plan(tmp_path / "sharded.html", only_cut)
 

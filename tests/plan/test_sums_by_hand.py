@@ -22,6 +22,7 @@ from megatron_zb.plan.mixers import LatentAttention, latent_attention
 from megatron_zb.plan.step import Travel, by_formula, seconds_apart
 from megatron_zb.plan.strategy import candidates_of
 from megatron_zb.plan.work import PassSeconds
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.step_plan import NO_ATTENTION, AttentionWork
 
@@ -173,16 +174,20 @@ def test_a_pass_that_waits_for_its_message_takes_the_link_in_its_direction() -> 
     fit = Fit.of(with_links(0.25, 0.75))
     found = fit.costs(looped(P), (4, 4, 4, 4), Variant(blocking=True))
     free = fit.costs(looped(P), (4, 4, 4, 4))
-    forward = [b - a for a, b in zip(free.forward, found.forward, strict=True)]
-    backward = [b - a for a, b in zip(free.backward, found.backward, strict=True)]
+    forward = [
+        b - a for a, b in zip(free.seconds[PassKind.F], found.seconds[PassKind.F], strict=True)
+    ]
+    backward = [
+        b - a for a, b in zip(free.seconds[PassKind.B], found.seconds[PassKind.B], strict=True)
+    ]
     assert forward == pytest.approx([0.25, 0.25, 0.25, 0.0])
     assert backward == pytest.approx([0.0, 0.75, 0.75, 0.75])
-    assert found.weight == free.weight
+    assert found.seconds[PassKind.W] == free.seconds[PassKind.W]
     assert {t for row in found.p2p for t in row} == {0.0}
     assert (free.p2p[0][1], free.p2p[1][0]) == (0.25, 0.75)
-    assert free.forward == pytest.approx((4.0, 4.0, 4.0, 7.0))
-    assert free.backward == pytest.approx((4.8, 4.8, 4.8, 8.4))
-    assert free.weight == pytest.approx((3.2, 3.2, 3.2, 5.6))
+    assert free.seconds[PassKind.F] == pytest.approx((4.0, 4.0, 4.0, 7.0))
+    assert free.seconds[PassKind.B] == pytest.approx((4.8, 4.8, 4.8, 8.4))
+    assert free.seconds[PassKind.W] == pytest.approx((3.2, 3.2, 3.2, 5.6))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from megatron_zb.runtime.channels import RUN_AHEAD, Channels, GroupOptions
 from megatron_zb.runtime.executor import Execution
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import LAUNCH_LITTLE, Channel, Message, PassKind
 
 THERE, MESSAGE = Channel(0, 1), Message(False, 1, 0)
@@ -183,7 +184,7 @@ def recomputed() -> Schedule:
 
 def sharded() -> Schedule:
     costs = Costs.uniform(pipeline_size=4, forward=1.0, backward=1.0, weight=1.0)
-    costs = costs.with_vocabulary(output=0.5, weight=0.25, lookup=0.01)
+    costs = costs.having(Vocabulary(output=0.5, weight=0.25, lookup=0.01))
     return schedules.build("v-half", pipeline_size=4, num_microbatches=12, costs=costs)
 
 

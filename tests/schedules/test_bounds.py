@@ -13,6 +13,8 @@ import pytest
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.costs import MOST_RANKS, Costs
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
@@ -126,10 +128,10 @@ def test_no_order_with_recomputation_is_faster_than_its_bound(seed: int, moves: 
     costs = unequal(chance)
     if moves:
         copies = [chance.uniform(0.1, 2.0) for _ in range(2)]
-        costs = costs.with_offload(seconds=copies, full_duplex=seed % 2 == 0)
+        costs = costs.having(Offload(seconds=copies, full_duplex=seed % 2 == 0))
     else:
         again = [chance.uniform(0.1, 1.0) for _ in range(2)]
-        costs = costs.with_recomputation(kept_input=0.1, seconds=again)
+        costs = costs.having(Recomputation(kept_input=0.1, seconds=again))
     table = costs.for_placement(PLACEMENT)
     every = orders((F, D, H, BW) if moves else (F, R, BW), 0)
     firsts = {
@@ -166,7 +168,7 @@ def test_what_dropping_saves_by_hand(kept: float, again: float, expected: float)
     costs = Costs.of_slices(
         pipeline_size=2, forward=[1.0] * 2, backward=[2.0] * 2, weight=[0.0] * 2
     )
-    drops = costs.with_recomputation(kept_input=kept, seconds=[again, again])
+    drops = costs.having(Recomputation(kept_input=kept, seconds=[again, again]))
     found = lower_bound(PLACEMENT, M, drops.for_placement(PLACEMENT), [1.0, 9.0])
     assert found == pytest.approx(expected, rel=1e-6)
 
@@ -177,6 +179,6 @@ def test_what_moving_saves_by_hand() -> None:
         pipeline_size=2, forward=[1.0] * 2, backward=[2.0] * 2, weight=[0.0] * 2
     )
     for full_duplex in (True, False):
-        moves = costs.with_offload(seconds=[1.0, 1.0], full_duplex=full_duplex)
+        moves = costs.having(Offload(seconds=[1.0, 1.0], full_duplex=full_duplex))
         found = lower_bound(PLACEMENT, M, moves.for_placement(PLACEMENT), [1.0, 9.0])
         assert found == pytest.approx(12.0 - 2.0, rel=1e-6)

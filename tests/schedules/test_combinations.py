@@ -19,7 +19,12 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.schedules import conflicts
-from megatron_zb.schedules.costs import Costs, Vocabulary
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.part import Part
+from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import wave
 from megatron_zb.schedules.request import LimitTooSmall, Request
@@ -46,7 +51,7 @@ class Feature:
         has: whether a schedule for these costs has the feature.
         costs: the change of the costs.
         more: further arguments of ``build``.
-        of: fields of ``Costs``, ``Vocabulary``, ``Request`` and ``Slicing`` that belong to it.
+        of: fields of :data:`CLASSES` that belong to it.
         limited: whether the feature has passes under a memory limit alone.
     """
 
@@ -74,37 +79,37 @@ def runs_in_pairs(schedule: Schedule, costs: Costs) -> bool:
 FEATURES: dict[str, Feature] = {
     "recomputation": Feature(
         has_kind(PassKind.R),
-        "recompute kept_input",
-        lambda costs: costs.with_recomputation(kept_input=0.05, seconds=(0.01, 0.01)),
+        "kept_input seconds",
+        lambda costs: costs.having(Recomputation(kept_input=0.05, seconds=(0.01, 0.01))),
         limited=True,
     ),
     "offload": Feature(
         has_kind(PassKind.D),
-        "copy full_duplex host_limit",
-        lambda costs: costs.with_offload(seconds=0.02),
+        "seconds full_duplex host_limit",
+        lambda costs: costs.having(Offload(seconds=0.02)),
         limited=True,
     ),
     "vocabulary": Feature(
         has_kind(PassKind.O),
-        "vocabulary output weight loss held scatter gather shares",
-        lambda costs: costs.with_vocabulary(output=1.0, weight=0.5),
+        "output weight loss held scatter gather shares",
+        lambda costs: costs.having(Vocabulary(output=1.0, weight=0.5)),
     ),
     "embedding": Feature(
         has_kind(PassKind.E),
         "lookup",
-        lambda costs: costs.with_vocabulary(output=1.0, weight=0.5, lookup=0.1),
+        lambda costs: costs.having(Vocabulary(output=1.0, weight=0.5, lookup=0.1)),
     ),
     "prediction": Feature(
         has_kind(PassKind.M),
         "predicts",
-        lambda costs: costs.with_vocabulary(output=1.0, weight=0.5, lookup=0.1).with_prediction(),
+        lambda costs: costs.having(Vocabulary(output=1.0, weight=0.5, lookup=0.1, predicts=True)),
     ),
     "communication": Feature(
         runs_in_pairs,
-        "forward_comm backward_comm pair_loss",
-        lambda costs: costs.with_communication(forward=0.5, backward=0.5),
+        "forward backward pair_loss",
+        lambda costs: costs.having(Communication(forward=0.5, backward=0.5)),
     ),
-    "part": Feature(has_kind(N), "parts", lambda costs: replace(costs, parts=(PART,))),
+    "part": Feature(has_kind(N), "kind seconds memory until", lambda costs: costs.having(PART)),
     "lengths": Feature(
         lambda schedule, costs: (
             schedules.simulate(schedule, costs).makespan
@@ -151,7 +156,7 @@ FEATURES: dict[str, Feature] = {
         more={"back_to_back": True},
     ),
 }
-ALWAYS = "pipeline_size forward backward weight p2p slowdown activation held_for_weight fixed whole"
+ALWAYS = "pipeline_size seconds memory p2p slowdown fixed features"
 """Fields of costs that every schedule has."""
 OTHERS = {
     "num_microbatches": "a size",
@@ -162,10 +167,13 @@ OTHERS = {
 }
 
 
+CLASSES = (Costs, Recomputation, Offload, Vocabulary, Communication, Part, Request, Slicing)
+
+
 def test_every_field_belongs_to_a_feature() -> None:
     """A new field of a request has to be tried beside all others, or be named with its reason."""
     known = {*ALWAYS.split(), *OTHERS}.union(*(it.of.split() for it in FEATURES.values()))
-    found = {it.name for kind in (Costs, Vocabulary, Request, Slicing) for it in fields(kind)}
+    found = {it.name for kind in CLASSES for it in fields(kind)}
     assert found <= known
 
 

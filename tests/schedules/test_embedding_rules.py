@@ -10,6 +10,7 @@ from sizes import every_value
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.vocabulary import Vocabulary, shards_embedding, with_prediction
 from megatron_zb.schedules.interchange import from_csv, to_csv
 from megatron_zb.schedules.lowering import Run, Send
 from megatron_zb.schedules.passes import Message, Pass, PassKind
@@ -25,7 +26,7 @@ F, B, BW, O, P, V, E, G, M, K = map(PassKind, "F B BW O P V E G M K".split())  #
 
 def _costs(p: int, lookup: float | None = 0.02) -> Costs:
     costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.2, weight=0.8, p2p=0.05)
-    return costs.with_vocabulary(output=4.4, weight=1.6, held=0.05 * p, lookup=lookup)
+    return costs.having(Vocabulary(output=4.4, weight=1.6, held=0.05 * p, lookup=lookup))
 
 
 FIRST = (Pass(E, 2, 0), Pass(F, 0, 0), Pass(O, 2, 0), Pass(V, 2, 0), Pass(BW, 0, 0), Pass(G, 2, 0))
@@ -43,7 +44,7 @@ def _by_hand(first: tuple[Pass, ...] = FIRST, last: tuple[Pass, ...] = LAST) -> 
 def test_an_order_by_hand_is_timed() -> None:
     """Sums by hand: tokens go to rank 1 and its rows come back, before the first F."""
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0, p2p=0.5)
-    costs = costs.with_vocabulary(output=2.0, weight=2.0, lookup=0.2)
+    costs = costs.having(Vocabulary(output=2.0, weight=2.0, lookup=0.2))
     timeline = schedules.simulate(_by_hand().validate(), costs)
     first = dict(zip(FIRST, timeline.start[0], strict=True))
     last = dict(zip(LAST, timeline.start[1], strict=True))
@@ -95,7 +96,7 @@ def test_with_prediction_the_ends_send_each_other_rows(name: str) -> None:
     without = schedules.build(name, pipeline_size=4, num_microbatches=3, costs=_costs(4))
     assert {M, K}.isdisjoint(it.kind for order in without.ranks for it in order)
     schedule = schedules.build(
-        name, pipeline_size=4, num_microbatches=3, costs=_costs(4).with_prediction()
+        name, pipeline_size=4, num_microbatches=3, costs=with_prediction(_costs(4))
     )
     schedule.validate()
     assert from_csv(to_csv(schedule)).rules == schedule.rules
@@ -194,8 +195,8 @@ def test_a_table_keeps_the_passes() -> None:
 def test_costs_of_lookups_are_checked_and_scaled() -> None:
     with pytest.raises(UsageError, match=r"lookup of the vocabulary is -1\.0"):
         _costs(2, -1.0)
-    assert _costs(2).shards_embedding
-    assert not _costs(2, None).shards_embedding
+    assert shards_embedding(_costs(2))
+    assert not shards_embedding(_costs(2, None))
     slow = replace(_costs(2), slowdown=(1.0, 3.0)).for_placement(looped(2))
     assert slow.seconds[E][2:] == pytest.approx((0.01, 0.03))
     assert slow.seconds[G] == slow.seconds[E]

@@ -7,9 +7,14 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+from cost_tables import changed
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.rules import VocabularyRules
@@ -29,15 +34,15 @@ def plain() -> Costs:
 FEATURES: dict[str, Callable[[Costs], Costs]] = {
     "links": lambda costs: replace(costs, p2p=((0.0, 0.25), (0.5, 0.0))),
     "slow rank": lambda costs: replace(costs, slowdown=(1.0, 1.5)),
-    "whole": lambda costs: replace(costs, whole=(1.875, 1.75)),
-    "slices": lambda costs: replace(
+    "whole": lambda costs: changed(costs, whole=(1.875, 1.75)),
+    "slices": lambda costs: changed(
         costs, forward=(1.0, 1.5), activation=(1.0, 2.0), held_for_weight=(0.5, 0.25)
     ),
-    "recompute": lambda costs: costs.with_recomputation(kept_input=0.125, seconds=(0.5, 0.625)),
-    "offload": lambda costs: costs.with_offload(seconds=[2.5, 3.0], full_duplex=False),
-    "pairs": lambda costs: costs.with_communication(forward=0.5, backward=0.25, pair_loss=0.125),
-    "vocabulary": lambda costs: costs.with_vocabulary(
-        output=2.0, weight=1.0, loss=0.125, held=0.5, scatter=0.25, gather=0.375
+    "recompute": lambda costs: costs.having(Recomputation(kept_input=0.125, seconds=(0.5, 0.625))),
+    "offload": lambda costs: costs.having(Offload(seconds=[2.5, 3.0], full_duplex=False)),
+    "pairs": lambda costs: costs.having(Communication(forward=0.5, backward=0.25, pair_loss=0.125)),
+    "vocabulary": lambda costs: costs.having(
+        Vocabulary(output=2.0, weight=1.0, loss=0.125, held=0.5, scatter=0.25, gather=0.375)
     ),
 }
 BY_TWOS = list(combinations(FEATURES, 2))
@@ -135,7 +140,7 @@ def test_the_longer_of_a_pair_counts() -> None:
 
 def test_copies_take_as_long_as_their_microbatch() -> None:
     """Rank 0 offloads microbatch 1, three times as long: its F takes 3, its copies 7.5."""
-    costs = plain().with_offload(seconds=2.5).of_lengths([1.0, 3.0, 1.0])
+    costs = plain().having(Offload(seconds=2.5)).of_lengths([1.0, 3.0, 1.0])
     timeline = simulate(order(("offload",)), costs)
     assert timeline.copies[0][0] == Copy(1 - 1, 1, True, 4.0, 11.5)
     assert timeline.copies[0][1].end - timeline.copies[0][1].start == 7.5

@@ -9,6 +9,7 @@ from rendezvous import finishes
 
 from megatron_zb import schedules
 from megatron_zb.schedules import Costs
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.lowering import unfinished
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.step_plan import _greedy, in_forward_order
@@ -74,7 +75,7 @@ def test_few_activations_wait_before_a_stage(name: str) -> None:
 
 
 def test_what_has_other_forward_passes_keeps_its_order() -> None:
-    costs = costs_of(4).with_vocabulary(output=1.0, weight=0.5)
+    costs = costs_of(4).having(Vocabulary(output=1.0, weight=0.5))
     training = schedules.build("v-half", pipeline_size=4, num_microbatches=6, costs=costs)
     assert in_forward_order(training, costs) == training.forwards()
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron_zb import schedules
-from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.costs import Costs, averaged
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.stage_costs import ShardCosts, StageCosts
+from megatron_zb.schedules.stage_costs import StageCosts
 
 F, B, W, BW, O, P, V, E = map(PassKind, ("F", "B", "W", "BW", "O", "P", "V", "E"))  # noqa: E741
 
@@ -38,45 +39,38 @@ def test_forwards_and_backwards_take_opposite_directions(
     placement: Placement, forward: tuple[float, ...], backward: tuple[float, ...]
 ) -> None:
     table = costs_of().for_placement(placement)
-    assert (table.forward_p2p, table.backward_p2p) == (forward, backward)
-    assert table.latencies[F] == forward
-    assert table.latencies[B] == table.latencies[BW] == backward
-    assert table.latencies[W] == (0.0,) * placement.num_stages
+    assert (table.latency[PassKind.F], table.latency[PassKind.B]) == (forward, backward)
+    assert table.latency[F] == forward
+    assert table.latency[B] == table.latency[BW] == backward
+    assert table.latency[W] == (0.0,) * placement.num_stages
 
 
-def shards(placement: Placement) -> tuple[StageCosts, ShardCosts]:
-    costs = costs_of().with_vocabulary(
-        output=3.0, weight=3.0, scatter=16.0, gather=32.0, lookup=3.0
+def shards(placement: Placement) -> StageCosts:
+    costs = costs_of().having(
+        Vocabulary(output=3.0, weight=3.0, scatter=16.0, gather=32.0, lookup=3.0)
     )
-    table = costs.for_placement(placement)
-    assert table.shards is not None
-    return table, table.shards
+    return costs.for_placement(placement)
 
 
 def test_shards_hear_from_the_last_stage_and_answer_it() -> None:
     """The slowest rank receives after 8 s; each answers over its own link to the last rank."""
-    table, found = shards(looped(3))
-    assert found.told == 8.0
-    assert found.arrival == 8.0 + 16.0
-    assert found.back == (0.5 + 32.0, 2.0 + 32.0, 0.0)
-    assert table.latencies[F] == (0.25, 2.0, 24.0)
-    assert table.latencies[P] == (0.0, 0.0, 8.0)
-    assert table.latencies[O] == (0.0, 0.0, 0.0, 32.5, 34.0, 0.0)
+    table = shards(looped(3))
+    assert table.latency[F] == (0.25, 2.0, 8.0 + 16.0)
+    assert table.latency[P] == (0.0, 0.0, 8.0)
+    assert table.latency[O] == (0.0, 0.0, 0.0, 32.5, 34.0, 0.0)
 
 
 def test_shards_of_a_v_answer_its_first_rank() -> None:
-    _, found = shards(v_shape(3))
-    assert found.told == 0.5
-    assert found.arrival == 0.5 + 16.0
-    assert found.back == (0.0, 1.0 + 32.0, 4.0 + 32.0)
+    table = shards(v_shape(3))
+    assert table.latency[P] == (0.0, 0.0, 0.0, 0.0, 0.0, 0.5)
+    assert table.latency[F][-1] == 0.5 + 16.0
+    assert table.latency[O][6:] == (0.0, 1.0 + 32.0, 4.0 + 32.0)
 
 
 def test_lookups_answer_the_first_stage_and_hear_its_gradient() -> None:
-    table, found = shards(looped(3))
-    assert found.from_first == 0.5
-    assert found.of_lookup == (0.5, 1.0, 4.0)
-    assert table.latencies[E] == (0.0, 0.0, 0.0, 0.5, 1.0, 4.0)
-    assert table.latencies[B] == table.latencies[BW] == (0.5, 1.0, 8.0)
+    table = shards(looped(3))
+    assert table.latency[E] == (0.0, 0.0, 0.0, 0.5, 1.0, 4.0)
+    assert table.latency[B] == table.latency[BW] == (0.5, 1.0, 8.0)
 
 
 def test_an_order_with_shards_by_hand() -> None:
@@ -85,7 +79,9 @@ def test_an_order_with_shards_by_hand() -> None:
     last = (Pass(F, 1, 0), Pass(O, 3, 0), Pass(P, 1, 0), Pass(BW, 1, 0), Pass(V, 3, 0))
     rules = VocabularyRules((0, 1))
     schedule = Schedule("by hand", looped(2), 1, (first, last), rules=rules).validate()
-    costs = costs_of(((0.0, 0.5), (2.0, 0.0))).with_vocabulary(output=2.0, weight=1.0, loss=0.125)
+    costs = costs_of(((0.0, 0.5), (2.0, 0.0))).having(
+        Vocabulary(output=2.0, weight=1.0, loss=0.125)
+    )
     timeline = schedules.simulate(schedule, costs)
     # F 0 to 1, its message until 1.5, F until 2.5, the vectors until 4.5 on rank 0, O until 5.5,
     # its answer until 6, P until 6.125, which rank 0 hears of at 8.125; BW of rank 1 until 8.125
@@ -104,5 +100,5 @@ def test_an_order_of_two_ranks_by_hand() -> None:
 
 def test_one_cost_for_all_has_the_median_of_the_links_to_the_next_rank() -> None:
     four = [[float(10 * a + b) if a != b else 0.0 for b in range(4)] for a in range(4)]
-    costs = costs_of(tuple(map(tuple, four))).averaged()
+    costs = averaged(costs_of(tuple(map(tuple, four))))
     assert {costs.p2p[a][b] for a in range(4) for b in range(4) if a != b} == {12.0}

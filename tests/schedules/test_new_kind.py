@@ -26,8 +26,12 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.part import Part
+from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.lowering import lower, runs_of, unfinished
-from megatron_zb.schedules.parts import Part
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 
@@ -35,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("brief_searches")
 
 P, M = 4, 6
 PLAIN = Costs.uniform(pipeline_size=P, forward=1.0, backward=1.0, weight=1.0, p2p=0.05)
-COSTS = replace(PLAIN, parts=(PART,))
+COSTS = PLAIN.having(PART)
 
 
 def built(name: str, costs: Costs = COSTS) -> Schedule:
@@ -62,11 +66,11 @@ def test_every_schedule_has_its_passes_and_takes_their_time(name: str) -> None:
 LENGTHS = (1.0, 2.0, 0.5, 1.5, 1.0, 3.0)
 # A schedule and a memory limit under which the other kind has passes, and the costs that ask for it
 OTHERS: dict[str, tuple[str, float | None, Callable[[Costs], Costs]]] = {
-    "pairs": ("v-half", None, lambda c: c.with_communication(forward=0.4, backward=0.4)),
-    "recomputation": ("v-half", 0.5, lambda c: c.with_recomputation(kept_input=0.05)),
-    "vocabulary": ("zb-h1", None, lambda c: c.with_vocabulary(output=1.0, weight=0.5)),
+    "pairs": ("v-half", None, lambda c: c.having(Communication(forward=0.4, backward=0.4))),
+    "recomputation": ("v-half", 0.5, lambda c: c.having(Recomputation(kept_input=0.05))),
+    "vocabulary": ("zb-h1", None, lambda c: c.having(Vocabulary(output=1.0, weight=0.5))),
     "lengths": ("v-zb", None, lambda c: c.of_lengths(LENGTHS)),
-    "offload": ("v-half", 0.5, lambda c: c.with_offload(seconds=0.1)),
+    "offload": ("v-half", 0.5, lambda c: c.having(Offload(seconds=0.1))),
 }
 
 
@@ -76,7 +80,7 @@ def test_it_stands_beside_every_other_kind(other: str) -> None:
     part = replace(PART, memory=0.0) if limit else PART
     p = 2 if limit else P  # a search for states takes seconds
     without = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0, p2p=0.05)
-    costs = asking(replace(without, parts=(part,)))
+    costs = asking(without.having(part))
     plain, schedule = (
         schedules.build(name, pipeline_size=p, num_microbatches=M, costs=c, memory_limit=limit)
         for c in (asking(without), costs)
@@ -103,18 +107,18 @@ def test_it_stands_beside_every_other_kind(other: str) -> None:
 
 
 def test_a_search_counts_a_part_with_the_pass_that_it_follows() -> None:
-    table = {PassKind.F: "forward", PassKind.B: "backward", PassKind.W: "weight"}[PART.follows]
-    folded = COSTS.folded()
-    assert folded.parts == ()
-    for name, more in ((table, PART.seconds), ("activation", PART.memory)):
-        found = sum(getattr(folded, name)) - sum(getattr(PLAIN, name))
-        assert found == pytest.approx(P * more) and more > 0
+    folded = PART.folded(COSTS)
+    assert folded.features == ()
+    seconds = (sum(of.seconds[PART.follows]) for of in (folded, PLAIN))
+    memory = (sum(of.memory["activation"]) for of in (folded, PLAIN))
+    for (after, before), more in ((seconds, PART.seconds), (memory, PART.memory)):
+        assert after - before == pytest.approx(P * more) and more > 0
 
 
 def test_a_part_takes_nothing_unless_it_says_so() -> None:
     free = Part(PART.kind)
     assert (free.seconds, free.memory, free.until) == (0.0, 0.0, None)
-    schedule = built("zb-h1", replace(PLAIN, parts=(free,)))
+    schedule = built("zb-h1", PLAIN.having(free))
     assert schedules.simulate(schedule, PLAIN).makespan == pytest.approx(
         schedules.simulate(built("zb-h1", PLAIN), PLAIN).makespan
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,16 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
-from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.costs import Costs, with_all_kept
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.lowering import Run, lower, unfinished
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, wave
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.search.place_offload import place_offload, with_recomputed
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.stage_costs import StageCosts
 from megatron_zb.schedules.task_graph import Copy
 
 F, B, W, BW, R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R
@@ -32,7 +35,7 @@ D, H = PassKind.D, PassKind.H
 def costs_of(p: int, copy: float = 0.5, **more: Any) -> Costs:
     """Costs of a microbatch on a whole rank: F, B, W = 1, 1.2, 0.8 and a latency of 0.05."""
     costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.2, weight=0.8, p2p=0.05)
-    return costs.with_offload(seconds=copy, **more)
+    return costs.having(Offload(seconds=copy, **more))
 
 
 def two_ranks(*first: tuple[PassKind, int]) -> Schedule:
@@ -127,21 +130,27 @@ def test_the_last_stage_is_not_offloaded() -> None:
 def test_costs_of_copies_are_checked(given: dict[str, Any], why: str) -> None:
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
     with pytest.raises(UsageError, match=why):
-        costs.with_offload(**given)
+        costs.having(Offload(**given))
 
 
 def test_copies_are_cut_with_the_stages_and_grow_with_the_microbatch() -> None:
     costs = costs_of(2, 0.6).of_lengths([1.0, 2.0])
     table = costs.for_placement(wave(2, 2))
-    assert table.of(0).copy == pytest.approx((0.3,) * 4)
-    assert table.of(1).copy == pytest.approx((0.6,) * 4)
-    assert not costs.with_all_kept().for_placement(wave(2, 2)).recomputes_or_offloads
+    assert copy_seconds(table, 0) == pytest.approx((0.3,) * 4)
+    assert copy_seconds(table, 1) == pytest.approx((0.6,) * 4)
+    assert with_all_kept(costs).for_placement(wave(2, 2)).keeps_all
+
+
+def copy_seconds(table: StageCosts, microbatch: int) -> Sequence[float]:
+    copies = table.of(microbatch).copies
+    assert copies is not None
+    return copies.seconds
 
 
 @pytest.mark.full
 def test_recomputation_and_offload_split_the_pairs_of_a_published_order() -> None:
     """R, D and H stand between an F and its B, and a pair has nothing to hide here."""
-    costs = costs_of(2, 0.3).with_recomputation(kept_input=0.05)
+    costs = costs_of(2, 0.3).having(Recomputation(kept_input=0.05))
     built = schedules.build(
         "dualpipe-v", pipeline_size=2, num_microbatches=8, costs=costs, memory_limit=0.6
     )
@@ -154,7 +163,7 @@ def test_moves_keep_a_limit_that_no_order_keeps() -> None:
     p, m = 8, 16
     costs = costs_of(p, 0.9)
     order = schedules.build(
-        "interleaved", pipeline_size=p, num_microbatches=m, chunks=4, costs=costs.with_all_kept()
+        "interleaved", pipeline_size=p, num_microbatches=m, chunks=4, costs=with_all_kept(costs)
     )
     offloaded = place_offload(order, costs, (1.0,) * p)
     assert offloaded is not None
@@ -168,7 +177,7 @@ def test_moves_keep_a_limit_that_no_order_keeps() -> None:
 def test_what_fits_anyway_is_not_offloaded() -> None:
     costs = costs_of(4)
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 8}
-    order = schedules.build("1f1b", **given, costs=costs.with_all_kept())
+    order = schedules.build("1f1b", **given, costs=with_all_kept(costs))
     kept = place_offload(order, costs, (4.0,) * 4)
     assert kept is not None
     assert kept.offloaded == frozenset()
@@ -182,7 +191,7 @@ def test_placed_moves_keep_every_rule_and_limit(data: st.DataObject) -> None:
     limit = data.draw(st.floats(1.0 / chunks, 2.0 * p), "limit")
     full_duplex, copy = data.draw(st.booleans(), "duplex"), data.draw(st.floats(0.0, 3.0), "copy")
     costs = costs_of(p, copy, full_duplex=full_duplex)
-    alone = costs.with_all_kept()
+    alone = with_all_kept(costs)
     name: Any = "interleaved" if chunks > 1 else data.draw(st.sampled_from(["1f1b", "gpipe"]))
     more: dict[str, Any] = {"chunks": chunks} if chunks > 1 else {}
     order = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=alone, **more)
@@ -211,14 +220,14 @@ def test_auto_moves_where_memory_is_short_and_is_never_slower_for_it(brief_searc
     given: dict[str, Any] = {"pipeline_size": p, "num_microbatches": m, "chunks": 2}
     costs = costs_of(p, 0.6)
     with pytest.raises(UsageError, match="auto"):
-        schedules.build("auto", **given, costs=costs.with_all_kept(), memory_limit=0.2)
+        schedules.build("auto", **given, costs=with_all_kept(costs), memory_limit=0.2)
     found = schedules.build("auto", **given, costs=costs, memory_limit=0.2)
     assert found.offloaded
     timeline = simulate(found, costs)
     assert max(timeline.peak_memory) <= 0.2 * p + 1e-9
     assert found.report is not None
     assert found.report.lower_bound <= timeline.makespan
-    kept = schedules.build("auto", **given, costs=costs.with_all_kept(), memory_limit=0.5)
+    kept = schedules.build("auto", **given, costs=with_all_kept(costs), memory_limit=0.5)
     moves = schedules.build("auto", **given, costs=costs, memory_limit=0.5)
     assert simulate(moves, costs).makespan <= simulate(kept, costs).makespan * (1 + 1e-9)
 
@@ -231,7 +240,7 @@ def test_auto_on_one_chunk_moves_and_is_as_fast_as_1f1b_in_all_of_its_memory(
     """Its search begins with that order, and stays far behind without it."""
     costs = costs_of(p, 0.1)
     given: dict[str, Any] = {"pipeline_size": p, "num_microbatches": m}
-    usual = schedules.build("1f1b", **given, costs=costs.with_all_kept())
+    usual = schedules.build("1f1b", **given, costs=with_all_kept(costs))
     limit = 1.2 / p  # of one microbatch, and what W keeps of another
     found = schedules.build("auto", **given, costs=costs, memory_limit=limit, chunks=1)
     timeline = simulate(found, costs)
@@ -245,8 +254,8 @@ def test_where_copies_take_long_some_units_are_recomputed_instead(brief_searches
     sizes: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 12, "memory_limit": 0.3}
     sizes["placement"] = looped(4, 4)
     moving = costs_of(4, 3.0)
-    both = moving.with_recomputation(kept_input=0.06)
-    dropping = replace(both, copy=())
+    both = moving.having(Recomputation(kept_input=0.06))
+    dropping = both.without(lambda it: isinstance(it, Offload))
     found = schedules.build("auto", **sizes, costs=both)
     assert found.recomputed and found.offloaded
     assert not found.recomputed & found.offloaded
@@ -302,6 +311,6 @@ def test_moves_are_no_slower_than_the_bound_of_what_is_kept() -> None:
     limit = (1.0,) * 4
     free = lower_bound(placement, m, costs_of(4, 0.0).for_placement(placement), limit)
     slow = lower_bound(placement, m, costs_of(4, 8.0).for_placement(placement), limit)
-    kept = replace(costs_of(4), copy=()).for_placement(placement)
+    kept = with_all_kept(costs_of(4)).for_placement(placement)
     assert free <= slow <= lower_bound(placement, m, kept, limit)
     assert free < lower_bound(placement, m, kept, limit)

@@ -16,6 +16,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.families import dualpipe_v_order, overlapped
+from megatron_zb.schedules.features.communication import Communication, without_communication
 from megatron_zb.schedules.lowering import (
     Run,
     RunPair,
@@ -35,6 +36,7 @@ from megatron_zb.schedules.search.pair_search import search_pairs
 from megatron_zb.schedules.search.place_w import fuse_for_free, join_all, split_all
 from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.stage_costs import communicates
 
 F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 
@@ -42,7 +44,7 @@ F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 def equal_costs(p: int, comm: float = 0.5, pair_loss: float = 0.0) -> Costs:
     """Costs of a microbatch on a whole rank: F, B, W = 1, 1.2, 0.8 and a latency of 0.05."""
     costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.2, weight=0.8, p2p=0.05)
-    return costs.with_communication(forward=comm, backward=comm, pair_loss=pair_loss)
+    return costs.having(Communication(forward=comm, backward=comm, pair_loss=pair_loss))
 
 
 def two_ranks() -> Schedule:
@@ -78,7 +80,7 @@ def test_the_seconds_of_a_pair(
     forward: float, backward: float, loss: float, seconds: float
 ) -> None:
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.2, weight=0.8)
-    costs = costs.with_communication(forward=forward, backward=backward, pair_loss=loss)
+    costs = costs.having(Communication(forward=forward, backward=backward, pair_loss=loss))
     table = costs.for_placement(looped(2))
     pair = Pair(Pass(F, 0, 1), Pass(BW, 0, 0))
     assert table.pair_seconds(pair) == pytest.approx(seconds)
@@ -89,10 +91,10 @@ def test_the_seconds_of_a_pair(
 
 def test_communication_is_spread_over_the_stages_of_a_rank() -> None:
     table = equal_costs(4, comm=0.6).for_placement(v_shape(4))
-    assert table.forward_comm == pytest.approx([0.3] * 8)
-    assert table.forward == pytest.approx([0.8] * 8)
-    assert table.backward == pytest.approx([0.9] * 8)
-    assert equal_costs(4, comm=0.0).for_placement(v_shape(4)).communicates is False
+    assert table.exchange[PassKind.F] == pytest.approx([0.3] * 8)
+    assert table.seconds[PassKind.F] == pytest.approx([0.8] * 8)
+    assert table.seconds[PassKind.B] == pytest.approx([0.9] * 8)
+    assert not communicates(equal_costs(4, comm=0.0).for_placement(v_shape(4)))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_communication_is_spread_over_the_stages_of_a_rank() -> None:
 def test_wrong_communication_is_refused(options: dict[str, float], said: str) -> None:
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
     with pytest.raises(UsageError, match=said):
-        costs.with_communication(**options)
+        costs.having(Communication(**options))
 
 
 @pytest.mark.parametrize("comm", [0.3, 0.5, 0.8])
@@ -264,10 +266,12 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
     times = [draw(st.lists(st.floats(0.2, 2.0), min_size=p, max_size=p)) for _ in range(3)]
     costs = Costs.of_slices(
         pipeline_size=p, forward=times[0], backward=times[1], weight=times[2], p2p=0.05
-    ).with_communication(
-        forward=[draw(_communication) for _ in range(p)],
-        backward=[draw(_communication) for _ in range(p)],
-        pair_loss=draw(st.sampled_from([0.0, 0.03])),
+    ).having(
+        Communication(
+            forward=[draw(_communication) for _ in range(p)],
+            backward=[draw(_communication) for _ in range(p)],
+            pair_loss=draw(st.sampled_from([0.0, 0.03])),
+        )
     )
     limit = tuple(draw(st.sampled_from([1.0, 1.5, 2.5, 6.0])) for _ in range(p))
     split = draw(st.booleans())
@@ -321,7 +325,7 @@ def test_pairs_are_no_slower_than_the_same_request_without_them(
     limit: dict[str, Any] = at if name == "auto" else {}
     given: dict[str, Any] = {"pipeline_size": p, "num_microbatches": m}
     paired = schedules.build(name, **given, costs=costs, **limit)
-    alone = schedules.build(name, **given, costs=costs.without_communication(), **limit)
+    alone = schedules.build(name, **given, costs=without_communication(costs), **limit)
     assert not alone.pairs
     assert simulate(paired, costs).makespan <= simulate(alone, costs).makespan * (1 + 1e-9)
     allowed = max(simulate(alone, costs).peak_activation)
@@ -343,7 +347,7 @@ def drawn_costs(rng: random.Random, p: int) -> Costs:
         weight=each(0.3, 1),
         p2p=0.05,
         activation=each(0.5, 1.5),
-    ).with_communication(forward=each(0, 0.8), backward=each(0, 0.8))
+    ).having(Communication(forward=each(0, 0.8), backward=each(0, 0.8)))
 
 
 @pytest.mark.slow
@@ -369,7 +373,7 @@ def test_pairs_pay_where_there_is_communication() -> None:
     costs = equal_costs(4, 0.5)
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 16}
     paired = schedules.build("v-zb", **given, costs=costs)
-    alone = schedules.build("v-zb", **given, costs=costs.without_communication())
+    alone = schedules.build("v-zb", **given, costs=without_communication(costs))
     assert paired.pairs
     assert paired.report is not None and paired.report.gap >= 0
     assert simulate(paired, costs).makespan < 0.97 * simulate(alone, costs).makespan
@@ -410,7 +414,7 @@ def test_interleaved_with_overlap_runs_at_every_size(p: int, m: int, chunks: int
 
 def test_no_pair_takes_longer_by_default() -> None:
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
-    hiding = costs.with_communication(forward=0.5, backward=0.5)
+    hiding = costs.having(Communication(forward=0.5, backward=0.5))
     table = hiding.for_placement(v_shape(2))
     pair = Pair(Pass(PassKind.F, 0, 1), Pass(PassKind.B, 3, 0))
     # each stage has half of a rank's second, and exchanges for a quarter of one

@@ -14,7 +14,11 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
-from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.costs import Costs, with_all_kept
+from megatron_zb.schedules.features.communication import Communication, without_communication
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.vocabulary import Vocabulary, with_prediction
 from megatron_zb.schedules.lowering import RunPair, lower
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape, wave
@@ -32,8 +36,8 @@ F, B, W, R, M, K = map(PassKind, "FBWRMK")
 def costs_of(p: int, exchange: float = 0.5) -> Costs:
     """F, B, W of 1, 1.2 and 0.8 on a whole rank, and an exchange in F and in B."""
     costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.2, weight=0.8, p2p=0.05)
-    costs = costs.with_communication(forward=exchange, backward=exchange, pair_loss=0.03)
-    return costs.with_recomputation(kept_input=0.05)
+    costs = costs.having(Communication(forward=exchange, backward=exchange, pair_loss=0.03))
+    return costs.having(Recomputation(kept_input=0.05))
 
 
 @st.composite
@@ -44,8 +48,8 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
     times = [draw(st.lists(st.floats(0.2, 2.0), min_size=p, max_size=p)) for _ in range(6)]
     costs = Costs.of_slices(
         pipeline_size=p, forward=times[0], backward=times[1], weight=times[2], p2p=0.05
-    ).with_communication(forward=times[3], backward=times[4], pair_loss=0.03)
-    costs = costs.with_recomputation(kept_input=draw(st.floats(0.0, 0.2)), seconds=times[5])
+    ).having(Communication(forward=times[3], backward=times[4], pair_loss=0.03))
+    costs = costs.having(Recomputation(kept_input=draw(st.floats(0.0, 0.2)), seconds=times[5]))
     return within_a_limit(draw, place, m, costs), costs
 
 
@@ -111,12 +115,13 @@ def test_the_inner_loops_time_what_they_find_as_the_simulator_does() -> None:
 def test_what_is_made_again_exchanges_again() -> None:
     """Nothing hides it: R runs alone."""
     table = costs_of(4).for_placement(v_shape(4))
-    assert table.recompute == table.forward == (0.75,) * 8
+    assert table.seconds[PassKind.R] == table.seconds[PassKind.F] == (0.75,) * 8
     told = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
-    told = told.with_communication(forward=0.5, backward=0.5)
-    told = told.with_recomputation(kept_input=0.1, seconds=[1.2, 1.2])
-    assert told.for_placement(looped(2)).recompute == pytest.approx((1.7, 1.7))
-    assert told.without_communication().recompute == pytest.approx((1.7, 1.7))
+    told = told.having(Communication(forward=0.5, backward=0.5))
+    told = told.having(Recomputation(kept_input=0.1, seconds=[1.2, 1.2]))
+    assert told.for_placement(looped(2)).seconds[PassKind.R] == pytest.approx((1.7, 1.7))
+    alone = without_communication(told).feature(Recomputation)
+    assert alone is not None and alone.seconds == pytest.approx((1.7, 1.7))
 
 
 @pytest.mark.full
@@ -128,8 +133,8 @@ def test_below_1f1bs_memory_pairs_with_recomputed_units_beat_either(
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 12, "memory_limit": 0.5}
     made = {
         "both": costs,
-        "pairs": costs.with_all_kept(),
-        "dropped": costs.without_communication(),
+        "pairs": with_all_kept(costs),
+        "dropped": without_communication(costs),
     }
     built = {name: schedules.build("v-half", **given, costs=of) for name, of in made.items()}
     seconds = {name: simulate(schedule, costs).makespan for name, schedule in built.items()}
@@ -140,7 +145,7 @@ def test_below_1f1bs_memory_pairs_with_recomputed_units_beat_either(
 
 
 def test_offload_has_no_pairs_to_go_with() -> None:
-    costs = costs_of(2).with_offload(seconds=0.1)
+    costs = costs_of(2).having(Offload(seconds=0.1))
     with pytest.raises(UsageError, match=r"offload .* pairs of F and B keep every activation"):
         schedules.build("v-zb", pipeline_size=2, num_microbatches=3, memory_limit=1.0, costs=costs)
 
@@ -150,8 +155,8 @@ def test_offload_has_no_pairs_to_go_with() -> None:
 
 def sharded(costs: Costs, more: str) -> Costs:
     lookup = 0.05 if more else None
-    costs = costs.with_vocabulary(output=2.0, weight=1.0, loss=0.05, held=0.1, lookup=lookup)
-    return costs.with_prediction() if more == "prediction" else costs
+    costs = costs.having(Vocabulary(output=2.0, weight=1.0, loss=0.05, held=0.1, lookup=lookup))
+    return with_prediction(costs) if more == "prediction" else costs
 
 
 @pytest.mark.parametrize("more", ["", "embedding", "prediction"])
@@ -159,10 +164,10 @@ def sharded(costs: Costs, more: str) -> Costs:
 def test_pairs_beside_shards_are_no_slower_than_the_same_request_without(
     name: str, more: str, brief_searches: None
 ) -> None:
-    costs = sharded(costs_of(3).with_all_kept(), more)
+    costs = sharded(with_all_kept(costs_of(3)), more)
     given: dict[str, Any] = {"pipeline_size": 3, "num_microbatches": 9}
     joined = schedules.build(name, **given, costs=costs).validate()
-    alone = schedules.build(name, **given, costs=costs.without_communication())
+    alone = schedules.build(name, **given, costs=without_communication(costs))
     timeline = simulate(joined, costs)
     assert not alone.pairs
     assert joined.pairs or name == "v-half"  # a brief search may find none in half the memory

@@ -16,7 +16,8 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
-from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.costs import Costs, with_all_kept
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.lowering import Run, lower, peak_with_messages
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, wave
@@ -32,7 +33,7 @@ F, B, W, BW, R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R
 def costs_of(p: int, kept: float = 0.1, **times: float) -> Costs:
     """Costs of a microbatch on a whole rank: F, B, W = 1, 1.2, 0.8 and a latency of 0.05."""
     usual = {"forward": 1.0, "backward": 1.2, "weight": 0.8, "p2p": 0.05} | times
-    return Costs.uniform(pipeline_size=p, **usual).with_recomputation(kept_input=kept)
+    return Costs.uniform(pipeline_size=p, **usual).having(Recomputation(kept_input=kept))
 
 
 def two_ranks() -> Schedule:
@@ -92,7 +93,7 @@ def test_a_table_keeps_r_and_an_evaluation_has_none() -> None:
 def test_wrong_costs_are_refused(given: dict[str, float], said: str) -> None:
     costs = Costs.uniform(pipeline_size=2, forward=1, backward=1, weight=1)
     with pytest.raises(UsageError, match=said):
-        costs.with_recomputation(**given)  # type: ignore[arg-type]
+        costs.having(Recomputation(**given))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -100,7 +101,7 @@ def test_below_every_order_memory_is_had_by_dropping() -> None:
     """p = 4, a sixth of 1F1B: orders alone need a quarter, one microbatch in each chunk."""
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 8, "memory_limit": 0.17}
     with pytest.raises(UsageError, match=r"needs at least 0\.25 of 1F1B"):
-        schedules.build("v-half", **given, costs=costs_of(4).with_all_kept())
+        schedules.build("v-half", **given, costs=with_all_kept(costs_of(4)))
     with briefly():
         found = schedules.build("v-half", **given, costs=costs_of(4, kept=0.05))
     assert found.recomputed
@@ -114,7 +115,7 @@ def test_a_limit_of_half_is_met_faster_by_dropping_some() -> None:
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 16, "memory_limit": 0.5}
     costs = costs_of(4, kept=0.03)
     mixed = schedules.build("v-half", **given, costs=costs)
-    kept = schedules.build("v-half", **given, costs=costs.with_all_kept())
+    kept = schedules.build("v-half", **given, costs=with_all_kept(costs))
     assert 0 < len(mixed.recomputed) < 128
     assert simulate(mixed, costs).makespan < 0.97 * simulate(kept, costs).makespan
 
@@ -124,7 +125,7 @@ def test_where_nothing_can_be_gained_nothing_is_recomputed() -> None:
     costs = costs_of(2)
     given: dict[str, Any] = {"pipeline_size": 2, "num_microbatches": 4, "memory_limit": 2.0}
     assert schedules.build("v-zb", **given, costs=costs).ranks == (
-        schedules.build("v-zb", **given, costs=costs.with_all_kept()).ranks
+        schedules.build("v-zb", **given, costs=with_all_kept(costs)).ranks
     )
 
 
@@ -144,7 +145,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
         p2p=0.05,
         activation=held,
         held_for_weight=[h * draw(st.floats(0.0, 1.0)) for h in held],
-    ).with_recomputation(kept_input=draw(st.floats(0.0, 0.2)), seconds=times[3])
+    ).having(Recomputation(kept_input=draw(st.floats(0.0, 0.2)), seconds=times[3]))
     return within_a_limit(draw, place, m, costs), costs
 
 
@@ -191,7 +192,7 @@ def test_recomputation_and_offload_never_make_a_request_slower(
     }
     costs = costs_of(p, kept=0.05)
     mixed = schedules.build("v-zb", **given, costs=costs)
-    kept = schedules.build("v-zb", **given, costs=costs.with_all_kept())
+    kept = schedules.build("v-zb", **given, costs=with_all_kept(costs))
     assert simulate(mixed, costs).makespan <= simulate(kept, costs).makespan * (1 + 1e-9)
     assert mixed.report is not None
     assert mixed.report.makespan >= mixed.report.lower_bound * (1 - 1e-9)

@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 import sizes
 from brief_searches import at_length
+from cost_tables import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rendezvous import finishes
@@ -195,9 +196,9 @@ def test_the_simulator_agrees_with_brute_force_on_any_table(
 ) -> None:
     costs = data.draw(costs_of(table.placement.pipeline_size))
     _check_ends(table, costs)
-    shares = [data.draw(st.sampled_from([0.0, 0.25, 1.0])) for _ in costs.activation]
-    kept = tuple(x * share for x, share in zip(costs.activation, shares, strict=True))
-    _check_memory(table, replace(costs, held_for_weight=kept))
+    shares = [data.draw(st.sampled_from([0.0, 0.25, 1.0])) for _ in costs.memory["activation"]]
+    kept = tuple(x * share for x, share in zip(costs.memory["activation"], shares, strict=True))
+    _check_memory(table, changed(costs, held_for_weight=kept))
 
 
 def _check_memory(schedule: Schedule, costs: schedules.Costs) -> None:
@@ -207,7 +208,7 @@ def _check_memory(schedule: Schedule, costs: schedules.Costs) -> None:
     for rank, peak in zip(schedule.ranks, peaks, strict=True):
         held = [0.0]
         for kind, stage, _ in rank:
-            whole, kept = table.activation[stage], table.held_for_weight[stage]
+            whole, kept = table.memory["activation"][stage], table.memory["held_for_weight"][stage]
             change = {"F": whole, "B": kept - whole, "W": -kept, "BW": -whole}
             held.append(held[-1] + change[kind.value])
         assert peak == pytest.approx(max(held))
@@ -226,10 +227,12 @@ def _longest_paths(schedule: Schedule, costs: schedules.Costs) -> dict[Pass, flo
     table, placement = costs.for_placement(schedule.placement), schedule.placement
     last = placement.num_stages - 1
     seconds = {
-        "F": table.forward,
-        "B": table.backward,
-        "W": table.weight,
-        "BW": [b + w for b, w in zip(table.backward, table.weight, strict=True)],
+        "F": table.seconds[PassKind.F],
+        "B": table.seconds[PassKind.B],
+        "W": table.seconds[PassKind.W],
+        "BW": [
+            b + w for b, w in zip(table.seconds[PassKind.B], table.seconds[PassKind.W], strict=True)
+        ],
     }
     edges: list[tuple[Pass, Pass, float]] = []
     by_key = {}
@@ -266,9 +269,9 @@ def test_joining_b_and_w_makes_no_pass_late(table: Schedule, data: st.DataObject
     """Also where a whole backward takes longer than its halves, or less long."""
     costs = data.draw(costs_of(table.placement.pipeline_size))
     if data.draw(st.booleans()):
-        shares = [data.draw(st.sampled_from([0.8, 1.0, 1.5])) for _ in costs.weight]
-        halves = zip(shares, costs.backward, costs.weight, strict=True)
-        costs = replace(costs, whole=tuple(share * (b + w) for share, b, w in halves))
+        shares = [data.draw(st.sampled_from([0.8, 1.0, 1.5])) for _ in costs.seconds[PassKind.W]]
+        halves = zip(shares, costs.seconds[PassKind.B], costs.seconds[PassKind.W], strict=True)
+        costs = changed(costs, whole=tuple(share * (b + w) for share, b, w in halves))
     joined = fuse_for_free(table, costs).validate()
     before, after = _starts(table, costs), _starts(joined, costs)
     late = {key for key, start in after.items() if start > before[key] + 1e-9 * (1 + start)}
@@ -472,8 +475,10 @@ def test_cutting_the_model_keeps_its_total(data: st.DataObject) -> None:
     costs = data.draw(costs_of(p))
     placement = wave(p, data.draw(st.sampled_from([2, 4]))) if p > 2 else looped(p, 3)
     plain = replace(costs, slowdown=(1.0,) * p)
-    assert sum(plain.for_placement(placement).forward) == pytest.approx(sum(costs.forward))
-    assert sum(plain.for_placement(placement).activation) == pytest.approx(p)
+    assert sum(plain.for_placement(placement).seconds[PassKind.F]) == pytest.approx(
+        sum(costs.seconds[PassKind.F])
+    )
+    assert sum(plain.for_placement(placement).memory["activation"]) == pytest.approx(p)
 
 
 def test_a_v_goes_there_and_back() -> None:
@@ -493,13 +498,14 @@ def test_cheaper_passes_never_take_longer(
     name = data.draw(st.sampled_from(["1f1b", "zb-h1", "zb-h2", "interleaved"]))
     schedule = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
     share = st.floats(0, 1)
-    cheaper = replace(
-        costs,
-        forward=tuple(x * data.draw(share) + 1e-3 for x in costs.forward),
-        weight=tuple(x * data.draw(share) for x in costs.weight),
-        p2p=tuple(tuple(x * data.draw(share) for x in row) for row in costs.p2p),
+    cheaper = changed(
+        replace(costs, p2p=tuple(tuple(x * data.draw(share) for x in row) for row in costs.p2p)),
+        forward=[x * data.draw(share) + 1e-3 for x in costs.seconds[PassKind.F]],
+        weight=[x * data.draw(share) for x in costs.seconds[PassKind.W]],
     )
-    cheaper = replace(cheaper, forward=tuple(map(min, cheaper.forward, costs.forward)))
+    cheaper = changed(
+        cheaper, forward=[*map(min, cheaper.seconds[PassKind.F], costs.seconds[PassKind.F])]
+    )
     before = schedules.simulate(schedule, costs).makespan
     assert schedules.simulate(schedule, cheaper).makespan <= before * (1 + 1e-12)
 

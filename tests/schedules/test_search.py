@@ -35,7 +35,7 @@ def _problem(microbatches: float = 2.5) -> Problem:
     placement = v_shape(_P)
     table = _COSTS.for_placement(placement)
     stages = placement.stages_of[0]
-    limit = microbatches * sum(table.activation[s] for s in stages)
+    limit = microbatches * sum(table.memory["activation"][s] for s in stages)
     return Problem(placement, _M, table, (limit,) * _P)
 
 

@@ -32,15 +32,13 @@ class Equal:
 
     def for_placement(self, placement: Placement) -> StageCosts:
         none = (0.0,) * self.stages
+        forward, backward = (self.forward,) * self.stages, (self.backward,) * self.stages
+        seconds = {PassKind.F: forward, PassKind.B: backward, PassKind.W: none}
+        seconds |= {PassKind.BW: backward, PassKind.U: (UPDATE,) * self.stages}
         return StageCosts(
-            forward=(self.forward,) * self.stages,
-            backward=(self.backward,) * self.stages,
-            weight=none,
-            forward_p2p=none,
-            backward_p2p=none,
-            activation=(self.forward,) * self.stages,
-            held_for_weight=none,
-            others=((PassKind.U, (UPDATE,) * self.stages),),
+            seconds,
+            latency=dict.fromkeys((PassKind.F, PassKind.B, PassKind.BW), none),
+            memory={"activation": forward, "held_for_weight": none},
         )
 
 

@@ -11,6 +11,8 @@ from megatron_zb import schedules
 from megatron_zb.drawing.chart import title_of
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Costs, Schedule
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.simulator import simulate
@@ -26,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("brief_searches")
 
 P, M, N = 4, 6, 4
 KEPT = Costs.uniform(pipeline_size=P, forward=1.0, backward=1.0, weight=1.0)
-RECOMPUTED = KEPT.with_recomputation(kept_input=0.01)
-OFFLOADED = KEPT.with_offload(seconds=0.3)
+RECOMPUTED = KEPT.having(Recomputation(kept_input=0.01))
+OFFLOADED = KEPT.having(Offload(seconds=0.3))
 WHOLE = KEPT.one_f_one_b_peak()
 SLICES = Slicing.equal(N, attention=0.3, attention_backward=0.4, kept=0.03)
 
@@ -81,7 +83,7 @@ def test_the_least_limit_is_named_in_the_users_terms(costs: Costs) -> None:
 def tiny() -> tuple[Schedule, Costs]:
     """An order of three stages, one microbatch in three slices and another, all kept."""
     costs = Costs.uniform(pipeline_size=3, forward=1.0, backward=1.0, weight=1.0)
-    costs = costs.with_recomputation(kept_input=0.05)
+    costs = costs.having(Recomputation(kept_input=0.05))
     slicing = Slicing((3.0, 2.0, 1.0), kept=0.02)
     order = schedules.build(
         "1f1b", pipeline_size=3, num_microbatches=2, costs=costs, slices=slicing

@@ -82,9 +82,11 @@ class ByHand:
         start, end = self.spans[p.microbatch % self.n]
         grown = (1 - self.attention) * (end - start) + self.attention * (end**2 - start**2)
         whole = self.joined and p.microbatch % self.n == 0
-        weight = self.costs.weight[0] * (1.0 if whole else self.length(p)) / self.chunks
-        backward = self.costs.backward[0] * grown / self.chunks
-        forward = self.costs.forward[0] * grown / self.chunks
+        weight = (
+            self.costs.seconds[PassKind.W][0] * (1.0 if whole else self.length(p)) / self.chunks
+        )
+        backward = self.costs.seconds[PassKind.B][0] * grown / self.chunks
+        forward = self.costs.seconds[PassKind.F][0] * grown / self.chunks
         return {F: forward, B: backward, W: weight, BW: backward + weight}[p.kind]
 
     def inputs(self, p: Pass) -> Iterator[Pass]:
@@ -124,7 +126,7 @@ class ByHand:
 
     def peaks(self) -> list[float]:
         """The most memory of every rank, in microbatches of a whole rank."""
-        kept = self.costs.held_for_weight[0] / self.chunks
+        kept = self.costs.memory["held_for_weight"][0] / self.chunks
         found = []
         for rank in self.schedule.ranks:
             held = most = 0.0
@@ -320,7 +322,10 @@ def test_slices_of_equal_time() -> None:
     costs = _costs(2)
     slicing = Slicing.of_equal_time(5, costs, attention=0.6)
     rows = slicing.costs(costs, 1).microbatches
-    times = [sum(map(sum, (row.forward, row.backward, row.weight))) for row in rows]
+    times = [
+        sum(map(sum, (row.seconds[PassKind.F], row.seconds[PassKind.B], row.seconds[PassKind.W])))
+        for row in rows
+    ]
     assert times == pytest.approx([6.0 / 5] * 5)
     assert list(slicing.lengths) == sorted(slicing.lengths, reverse=True)
 

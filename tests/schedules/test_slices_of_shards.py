@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_zb import schedules
 from megatron_zb.job.shared_build import pack, unpack
 from megatron_zb.schedules import Costs, InvalidSchedule, Pass, PassKind, Schedule, lower, simulate
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.request import LimitTooSmall
 from megatron_zb.schedules.simulator import Timeline
 from megatron_zb.schedules.slices import Slicing, slicing_of
@@ -25,7 +26,7 @@ HOP, OUTPUT, HELD = 0.0625, 2.0, 0.25
 
 def _costs(p: int) -> Costs:
     costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.25, weight=0.75, p2p=HOP)
-    return costs.with_vocabulary(output=OUTPUT, weight=1.0, held=HELD * p, lookup=0.0)
+    return costs.having(Vocabulary(output=OUTPUT, weight=1.0, held=HELD * p, lookup=0.0))
 
 
 def _built(name: str, p: int, m: int, slicing: Slicing, **choices: Any) -> Schedule:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import cache
 from statistics import median
 
@@ -16,7 +15,10 @@ from hypothesis import strategies as st
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Costs, Schedule, simulate
-from megatron_zb.schedules.costs import Vocabulary
+from megatron_zb.schedules.costs import with_frozen
+from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.vocabulary import Vocabulary
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.step_plan import (
@@ -119,7 +121,7 @@ def test_no_plan_is_found_where_the_longest_microbatch_is_too_long() -> None:
 
 def test_a_table_with_further_passes_keeps_them() -> None:
     """Such as those of a recomputation: the order of the microbatches is chosen alone."""
-    costs = _costs(2).with_recomputation(kept_input=0.05)
+    costs = _costs(2).having(Recomputation(kept_input=0.05))
     table = schedules.build(
         "v-zb", pipeline_size=2, num_microbatches=4, costs=costs, memory_limit=0.4
     )
@@ -177,19 +179,23 @@ def test_passes_grow_with_what_they_compute() -> None:
     )
     # a pair of tokens counts for half a token in F, for a quarter in B
     rows = costs_of_work(costs, Lengths.of([1.0, 3.0], [2.0, 6.0]), AttentionWork(0.5, 0.25))
-    assert [row.weight[0] for row in rows.microbatches] == [0.5, 1.5]
-    assert [row.activation[0] for row in rows.microbatches] == [2.0, 6.0]
-    assert [row.forward[0] for row in rows.microbatches] == [1.0, 3.0]
-    assert [row.backward[0] for row in rows.microbatches] == [1.5, 4.5]
+    assert [row.seconds[PassKind.W][0] for row in rows.microbatches] == [0.5, 1.5]
+    assert [row.memory["activation"][0] for row in rows.microbatches] == [2.0, 6.0]
+    assert [row.seconds[PassKind.F][0] for row in rows.microbatches] == [1.0, 3.0]
+    assert [row.seconds[PassKind.B][0] for row in rows.microbatches] == [1.5, 4.5]
     squared = costs_of_work(costs, Lengths.of([1.0, 3.0]), AttentionWork(1.0, 0.0))
     # F takes 1 + 1 and 3 + 9 tokens, 7 on average; B 1 and 3, W the same
-    assert [row.forward[0] for row in squared.microbatches] == pytest.approx([4 / 7, 24 / 7])
-    assert [row.whole[0] for row in squared.microbatches] == pytest.approx([1.8, 5.4])
+    assert [row.seconds[PassKind.F][0] for row in squared.microbatches] == pytest.approx(
+        [4 / 7, 24 / 7]
+    )
+    assert [row.seconds[PassKind.BW][0] for row in squared.microbatches] == pytest.approx(
+        [1.8, 5.4]
+    )
     links = costs_of_work(_costs(2), Lengths.of([1.0, 3.0]))
     assert [row.p2p[0][1] for row in links.microbatches] == pytest.approx([0.01, 0.03])
     both = costs_of_work(costs, Lengths.of([1.0, 3.0]), AttentionWork(0.0, 1.0))
     # B takes 2 / 7 and 12 / 7 of its 3 s, W 1 / 2 and 3 / 2 of its second, together 3.6 / 4 of it
-    assert [row.whole[0] for row in both.microbatches] == pytest.approx(
+    assert [row.seconds[PassKind.BW][0] for row in both.microbatches] == pytest.approx(
         [0.9 * (6 / 7 + 0.5), 0.9 * (36 / 7 + 1.5)]
     )
 
@@ -204,11 +210,11 @@ def test_frozen_weights_shorten_w_and_whole_backwards() -> None:
         held_for_weight=[2.0] * 2,
         whole=[3.6] * 2,
     )
-    frozen = costs_of_work(costs, Lengths.of([1.0, 3.0])).with_frozen([0.75, 0.0])
-    assert (frozen.weight, frozen.backward) == ((0.25, 1.0), (3.0, 3.0))
-    assert frozen.whole == pytest.approx((2.85, 3.6))
-    assert frozen.held_for_weight == (0.5, 2.0)
-    assert [row.weight for row in frozen.microbatches] == [(0.125, 0.5), (0.375, 1.5)]
+    frozen = with_frozen(costs_of_work(costs, Lengths.of([1.0, 3.0])), [0.75, 0.0])
+    assert (frozen.seconds[PassKind.W], frozen.seconds[PassKind.B]) == ((0.25, 1.0), (3.0, 3.0))
+    assert frozen.seconds[PassKind.BW] == pytest.approx((2.85, 3.6))
+    assert frozen.memory["held_for_weight"] == (0.5, 2.0)
+    assert [row.seconds[PassKind.W] for row in frozen.microbatches] == [(0.125, 0.5), (0.375, 1.5)]
 
 
 @settings(max_examples=50)
@@ -254,7 +260,7 @@ def test_shapes_are_of_every_microbatch(shapes: list[tuple[int, int]]) -> None:
 def test_a_table_whose_passes_keep_their_order_runs_nearly_equal_microbatches(seed: int) -> None:
     """Vocabulary parallelism has passes that a plan does not move."""
     rng = random.Random(seed)
-    costs = replace(_costs(4), vocabulary=Vocabulary(2.0, 1.0, held=1.0, shares=(0.25,) * 4))
+    costs = _costs(4).having(Vocabulary(2.0, 1.0, held=1.0))
     table = schedules.build("v-half", pipeline_size=4, num_microbatches=9, costs=costs)
     lengths = Lengths.of([1.0 + 0.1 * rng.random() for _ in range(9)])
     unequal = costs_of_work(costs, lengths)
@@ -266,7 +272,7 @@ def test_a_table_whose_passes_keep_their_order_runs_nearly_equal_microbatches(se
 @pytest.mark.parametrize("seed", sizes.first(3, range(10)))
 def test_a_limit_is_kept_without_recomputation_if_no_order_of_its_table_keeps_it(seed: int) -> None:
     plain = _costs(4)
-    costs = plain.with_recomputation(kept_input=0.1, seconds=plain.forward)
+    costs = plain.having(Recomputation(kept_input=0.1, seconds=plain.seconds[PassKind.F]))
     table = schedules.build(
         "v-zb", pipeline_size=4, num_microbatches=6, costs=costs, memory_limit=0.7
     )

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from megatron_zb import schedules
+from megatron_zb.schedules.features.communication import Communication
 from megatron_zb.schedules.interchange import from_csv, write_csv
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
@@ -129,7 +130,7 @@ def test_torchs_runtime_trains_with_our_pairs(
     name: str, tmp_path: Path, ranks: RankPools, expected: Gradients
 ) -> None:
     costs = schedules.Costs.uniform(pipeline_size=RANKS, forward=1, backward=1, weight=1)
-    costs = costs.with_communication(forward=0.5, backward=0.5)
+    costs = costs.having(Communication(forward=0.5, backward=0.5))
     schedule = schedules.build(
         name, pipeline_size=RANKS, num_microbatches=MICROBATCHES, costs=costs
     )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import sizes
+from cost_tables import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,10 +42,10 @@ def _ends(schedule: Schedule, costs: Costs, lengths: tuple[float, ...]) -> dict[
     def input_of(p: Pass) -> float:
         length = lengths[p.microbatch]
         if p.kind is PassKind.F and p.stage > 0:
-            latency = table.forward_p2p[p.stage - 1]
+            latency = table.latency[PassKind.F][p.stage - 1]
             return ends[Pass(PassKind.F, p.stage - 1, p.microbatch)] + latency * length
         if p.kind in (PassKind.B, PassKind.BW) and p.stage < last:
-            latency, others = table.backward_p2p[p.stage + 1], (PassKind.B, PassKind.BW)
+            latency, others = table.latency[PassKind.B][p.stage + 1], (PassKind.B, PassKind.BW)
             made = (ends.get(Pass(kind, p.stage + 1, p.microbatch), 0.0) for kind in others)
             return max(made) + latency * length
         return 0.0
@@ -137,7 +138,7 @@ def test_equal_lengths_share_a_row() -> None:
 
 def test_a_microbatch_may_recompute_alone() -> None:
     costs = _costs(2)
-    again = replace(costs, backward=(2.25, 2.25))
+    again = changed(costs, backward=(2.25, 2.25))
     uneven = replace(costs, microbatches=(costs, again))
     timeline = simulate(_build("1f1b", 2, 2, costs), uneven)
     seconds = [timeline.costs.duration(Pass(PassKind.B, 0, j)) for j in (0, 1)]

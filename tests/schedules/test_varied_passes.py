@@ -10,6 +10,7 @@ import varied_passes as benchmark
 
 from megatron_zb import schedules
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.request import Limit, Request
 from megatron_zb.schedules.schedule import Schedule
@@ -38,10 +39,13 @@ def test_passes_vary_as_they_should() -> None:
         assert pstdev(found) == pytest.approx(0.1 * seconds, rel=0.05)
         assert max(found) <= seconds * (1 + 0.1 * 3**0.5)
     for row in drawn.microbatches:
-        halves = zip(row.backward, row.weight, strict=True)
-        assert row.fused == pytest.approx([b + w for b, w in halves])
-        assert row.activation == table.activation
-    assert varied(table, 3, 0.0, random.Random(1)).microbatches[2].fused == (4.0, 4.0)
+        halves = zip(row.seconds[PassKind.B], row.seconds[PassKind.W], strict=True)
+        assert row.seconds[PassKind.BW] == pytest.approx([b + w for b, w in halves])
+        assert row.memory["activation"] == table.memory["activation"]
+    assert varied(table, 3, 0.0, random.Random(1)).microbatches[2].seconds[PassKind.BW] == (
+        4.0,
+        4.0,
+    )
 
 
 def test_a_mean_is_the_same_on_every_machine() -> None:

@@ -11,7 +11,8 @@ from sizes import every_value
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import lower_bound, period_bound
-from megatron_zb.schedules.costs import Costs, Vocabulary
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.interchange import from_csv, to_csv
 from megatron_zb.schedules.lowering import PostReceive, Run, Send, WaitReceive
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -28,7 +29,7 @@ def _costs(p: int, **more: Any) -> Costs:
     """Passes of 1, 1.2 and 0.8 on each rank, and an output layer of two ranks' time."""
     costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.2, weight=0.8, p2p=0.05)
     given: dict[str, Any] = {"output": 4.4, "weight": 1.6, "held": 0.05 * p, **more}
-    return costs.with_vocabulary(**given)
+    return costs.having(Vocabulary(**given))
 
 
 def _by_hand(**changed: tuple[Pass, ...]) -> Schedule:
@@ -58,7 +59,9 @@ def test_an_order_by_hand_is_valid_and_timed() -> None:
     """Sums by hand: the only wait of rank 1 at its beginning is for P, which waits for rank 0."""
     schedule = _by_hand().validate()
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0, p2p=0.5)
-    timeline = schedules.simulate(schedule, costs.with_vocabulary(output=2.0, weight=1.0, loss=0.1))
+    timeline = schedules.simulate(
+        schedule, costs.having(Vocabulary(output=2.0, weight=1.0, loss=0.1))
+    )
     starts = dict(zip(schedule.ranks[1], timeline.start[1], strict=True))
     assert starts[Pass(F, 1, 0)] == 1.5
     assert starts[Pass(O, 3, 0)] == 2.5
@@ -243,7 +246,7 @@ def test_the_memory_of_the_shards_is_within_the_limit() -> None:
             replace(
                 without, rules=schedules.build("1f1b", pipeline_size=2, num_microbatches=2).rules
             ),
-            replace(costs, vocabulary=None),
+            replace(costs, features=()),
         ).peak_memory
     )
     assert max(timeline.peak_memory) > holds
@@ -272,7 +275,7 @@ def test_a_rank_without_a_share_runs_no_shard() -> None:
 def test_costs_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> None:
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
     with pytest.raises(UsageError, match=said):
-        costs.with_vocabulary(**given)
+        costs.having(Vocabulary(**given))
 
 
 def test_a_table_has_letters_for_the_shards() -> None:
@@ -291,15 +294,13 @@ def test_messages_to_all_ranks_may_take_longer_than_one() -> None:
     """The sums of the order by hand, with 0.3 s more to all ranks and 0.4 s more back."""
     schedule = _by_hand().validate()
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0, p2p=0.5)
-    costs = costs.with_vocabulary(output=2.0, weight=1.0, loss=0.1, scatter=0.3, gather=0.4)
+    costs = costs.having(Vocabulary(output=2.0, weight=1.0, loss=0.1, scatter=0.3, gather=0.4))
     timeline = schedules.simulate(schedule, costs)
     first, last = (dict(zip(schedule.ranks[r], timeline.start[r], strict=True)) for r in (0, 1))
     assert first[Pass(O, 2, 0)] == pytest.approx(2.5 + 0.5 + 0.3)
     assert last[Pass(P, 1, 0)] == pytest.approx(3.3 + 1.0 + 0.5 + 0.4)
     assert first[Pass(V, 2, 0)] == pytest.approx(5.2 + 0.1 + 0.5)  # the loss is a small message
-    shards = costs.for_placement(looped(2, 1)).shards
-    assert shards is not None
-    assert shards.back == (0.9, 0.0)
+    assert costs.for_placement(looped(2, 1)).latency[O] == (0.0, 0.0, 0.9, 0.0)
 
 
 def test_logits_beyond_the_memory_of_a_schedule_are_refused_in_a_sentence() -> None:
@@ -310,7 +311,7 @@ def test_logits_beyond_the_memory_of_a_schedule_are_refused_in_a_sentence() -> N
 
 def test_a_sharded_output_layer_takes_nothing_that_is_not_given() -> None:
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
-    found = costs.with_vocabulary(output=3.0, weight=2.0).vocabulary
+    found = costs.having(Vocabulary(output=3.0, weight=2.0)).feature(Vocabulary)
     assert found == Vocabulary(
         3.0, 2.0, loss=0.0, held=0.0, scatter=0.0, gather=0.0, shares=(0.5, 0.5), lookup=None
     )

@@ -7,6 +7,7 @@ import pytest
 from megatron_zb import schedules
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.waiting_kernels import waiting_kernels
@@ -62,7 +63,7 @@ def test_less_than_half_a_kernel_waits_beside_the_computation(name: str) -> None
 def test_few_wait_where_the_vocabulary_is_sharded(
     p: int, m: int, mean: float, worst: float
 ) -> None:
-    costs = asymmetric(p).with_vocabulary(output=0.5, weight=0.25, lookup=0.02)
+    costs = asymmetric(p).having(Vocabulary(output=0.5, weight=0.25, lookup=0.02))
     schedule = schedules.build("v-half", pipeline_size=p, num_microbatches=m, costs=costs)
     timeline = schedules.simulate(schedule, costs)
     found = waiting_kernels(schedules.lower(schedule, timeline), timeline.costs)

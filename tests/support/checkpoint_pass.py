@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_zb.runtime.executor import TRAINING
+from megatron_zb.schedules.features.part import Part
 from megatron_zb.schedules.kinds import At, Due, Kind, Need
-from megatron_zb.schedules.parts import Part
 from megatron_zb.schedules.passes import PassKind
 
 N = PassKind.add("N", "checkpoint", ("#5B5B00", "#B8B800"))

@@ -6,6 +6,8 @@ from brief_searches import briefly
 
 from megatron_zb import schedules
 from megatron_zb.schedules import Costs
+from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.search import kernels
 
 
@@ -14,8 +16,8 @@ def main() -> None:
         return
     kernels.fastest()
     plain = Costs.uniform(pipeline_size=4, forward=1.0, backward=1.2, weight=0.8, p2p=0.05)
-    pairs = plain.with_communication(forward=0.5, backward=0.5, pair_loss=0.03)
-    recomputed = [costs.with_recomputation(kept_input=0.05) for costs in (plain, pairs)]
+    pairs = plain.having(Communication(forward=0.5, backward=0.5, pair_loss=0.03))
+    recomputed = [costs.having(Recomputation(kept_input=0.05)) for costs in (plain, pairs)]
     with briefly():
         for costs in (plain, pairs, *recomputed):
             schedules.build(

@@ -16,6 +16,8 @@ from megatron_zb.megatron_core.profiling import ITERATIONS
 from megatron_zb.megatron_core.stages import OffloadPart
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.lowering import peak_with_messages
 from megatron_zb.schedules.simulator import simulate
 
@@ -71,10 +73,11 @@ def counted(kept: Schedule, other: Schedule, path: Path) -> tuple[float, int, fl
             rank = adapter.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
             torch.distributed.barrier()
     profile, placement = read_profile(path), kept.placement
-    costs = profile.costs(placement).with_recomputation(kept_input=profile.message)
-    costs = costs.with_offload(seconds=1e-6)
+    costs = profile.costs(placement).having(Recomputation(kept_input=profile.message))
+    costs = costs.having(Offload(seconds=1e-6))
     table = costs.for_placement(placement)
-    table = replace(table, kept_input=(0.0, *table.kept_input[1:]))
+    first_is_free = (0.0, *table.memory["kept_input"][1:])
+    table = replace(table, memory={**table.memory, "kept_input": first_is_free})
     predicted = peak_with_messages(schedules.lower(other), rank, table, profile.message)
     host = simulate(other, costs).peak_host[rank]
     return predicted, memory.peak_bytes, host, on_host

@@ -10,6 +10,8 @@ import pytest
 
 from megatron_zb import schedules
 from megatron_zb.runtime.executor import Side
+from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import v_shape
 from megatron_zb.train import synthetic_steps
@@ -21,7 +23,7 @@ def test_each_side_of_a_pair_exchanges_beside_the_computation_of_the_other(
     kind: PassKind, backward: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = schedules.Costs.uniform(pipeline_size=2, forward=0.02, backward=0.024, weight=0.016)
-    table = costs.with_communication(forward=0.01, backward=0.008).for_placement(v_shape(2))
+    table = costs.having(Communication(forward=0.01, backward=0.008)).for_placement(v_shape(2))
     main = threading.current_thread()
     slept: list[tuple[bool, float]] = []
 
@@ -54,7 +56,7 @@ def test_an_offloaded_microbatch_sleeps_for_its_copies_in_threads_that_d_and_b_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     costs = schedules.Costs.uniform(pipeline_size=2, forward=0.02, backward=0.024, weight=0.016)
-    table = costs.with_offload(seconds=0.06).for_placement(v_shape(2))
+    table = costs.having(Offload(seconds=0.06)).for_placement(v_shape(2))
     main = threading.current_thread()
     slept: list[tuple[bool, float]] = []
     copied = threading.Event()

@@ -207,21 +207,12 @@ class BlockCosts:
                 f"the distribution has {distribution.num_blocks}"
             )
         ranges = distribution.ranges
-        zeros, ones = (0.0,) * len(ranges), (1.0,) * len(ranges)
-        return StageCosts(
-            forward=zeros,
-            backward=zeros,
-            weight=zeros,
-            forward_p2p=zeros,
-            backward_p2p=zeros,
-            activation=ones,
-            held_for_weight=zeros,
-            others=(
-                (PassKind.T, tuple(self._teacher(blocks) for blocks, _ in ranges)),
-                (PassKind.S, tuple(sum(self.student[b] for b in blocks) for blocks, _ in ranges)),
-                (PassKind.U, tuple(self._update(blocks, len(ranks)) for blocks, ranks in ranges)),
-            ),
-        )
+        seconds = {
+            PassKind.T: tuple(self._teacher(blocks) for blocks, _ in ranges),
+            PassKind.S: tuple(sum(self.student[b] for b in blocks) for blocks, _ in ranges),
+            PassKind.U: tuple(self._update(blocks, len(ranks)) for blocks, ranks in ranges),
+        }
+        return StageCosts(seconds, latency={}, memory={"activation": (1.0,) * len(ranges)})
 
     def _teacher(self, blocks: range) -> float:
         is_last = blocks.stop == self.num_blocks

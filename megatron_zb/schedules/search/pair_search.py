@@ -120,8 +120,8 @@ def pair_costs_of(problem: Problem, make: Engine) -> PairCosts:
     stages, m = problem.placement.num_stages, problem.num_microbatches
     rows = [problem.costs.of(j) for j in range(m)]
     each = [
-        (row.forward_comm, row.backward_comm)[kind][s] if row.forward_comm else 0.0
-        for kind in range(2)
+        row.exchange[kind][s] if kind in row.exchange else 0.0
+        for kind in (PassKind.F, PassKind.B)
         for s in range(stages)
         for row in rows
     ]

@@ -22,7 +22,7 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.simulator import Timeline, simulate
-from megatron_zb.schedules.stage_costs import Priced
+from megatron_zb.schedules.stage_costs import Priced, StageCosts
 
 # --- places in a known order
 
@@ -38,7 +38,7 @@ def place_offload(schedule: Schedule, costs: Priced, limit: Sequence[float]) -> 
 
     Args:
         schedule: an order in which no activation is offloaded, whatever it holds.
-        costs: those with :meth:`~costs.Costs.with_offload`.
+        costs: those with :class:`~features.offload.Offload`.
         limit: memory of each rank, in units of activation.
 
     None where offload does not keep the limit, or the host cannot hold what it would.
@@ -76,11 +76,20 @@ def _in_turns(
         if len(ranks) < len(placed):
             break
         timeline = simulate(replace(schedule, ranks=tuple(ranks)), costs)
-        if max(timeline.peak_host) > timeline.costs.host_limit * _ROUNDING:
+        if max(timeline.peak_host) > _host_limit(timeline) * _ROUNDING:
             break
         if best is None or timeline.makespan < best.makespan:
             best = timeline
     return best
+
+
+def _host_limit(timeline: Timeline) -> float:
+    copies = timeline.costs.copies
+    return float("inf") if copies is None else copies.limit
+
+
+def _copy_seconds(costs: StageCosts, stage: int) -> float:
+    return 0.0 if costs.copies is None else costs.copies.seconds[stage]
 
 
 def _unit(p: Pass) -> tuple[int, int]:
@@ -108,7 +117,7 @@ class _Line:
             for i, (p, start, _) in enumerate(rest)
             if p.kind in _BACKWARD and p.stage != kept and _unit(p) not in schedule.recomputed
         ]
-        self._copy = {u: costs.of(u[1]).copy[u[0]] for u, _, _ in self._backwards}
+        self._copy = {u: _copy_seconds(costs.of(u[1]), u[0]) for u, _, _ in self._backwards}
 
     def placed(self, earlier: float) -> tuple[Pass, ...] | None:
         """Return the passes with D and H of offloaded units, None above the limit."""
@@ -281,7 +290,7 @@ class _Polish:
             timeline = simulate(candidate.validate(), self._costs)
         except InvalidSchedule:
             return None
-        on_host = [timeline.costs.host_limit] * len(self._limit)
+        on_host = [_host_limit(timeline)] * len(self._limit)
         fits = keeps(timeline.peak_memory, self._limit) and keeps(timeline.peak_host, on_host)
         return timeline if fits else None
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from megatron_zb.schedules.bounds import lower_bound, usable_limit
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.vocabulary import Vocabulary, shards_embedding
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
@@ -40,7 +41,9 @@ from megatron_zb.schedules.search.placement_search import NAMED_SECONDS, tail_se
 from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.search.runner import PAIRS, SINGLE, effort_of
 from megatron_zb.schedules.simulator import Timeline, simulate
-from megatron_zb.schedules.stage_costs import StageCosts
+from megatron_zb.schedules.stage_costs import StageCosts, communicates
+
+_OF_SHARDS = {PassKind(letter) for letter in "OPVEGMK"}
 
 # --- embedding
 
@@ -53,13 +56,15 @@ passes, the first stage's rank first and then the others."""
 def with_embedding(schedule: Schedule, costs: Costs) -> Schedule:
     """Return a schedule of a vocabulary-parallel output layer with the passes of the embedding."""
     rules = schedule.rules
-    assert isinstance(rules, TrainingRules) and costs.vocabulary is not None
+    assert isinstance(rules, TrainingRules)
+    vocabulary = costs.feature(Vocabulary)
+    assert vocabulary is not None
     timeline = simulate(schedule, costs)
     ranks = tuple(
         _merged(schedule.ranks[rank], timeline.start[rank], _additions(timeline, rank))
         for rank in range(len(schedule.ranks))
     )
-    if not costs.vocabulary.predicts:
+    if not vocabulary.predicts:
         embedding = EmbeddingRules(rules.shard_ranks)
         return replace(schedule, ranks=ranks, rules=rules.over(embedding))
     last = schedule.placement.num_stages - 1
@@ -87,8 +92,8 @@ def _additions(timeline: Timeline, rank: int) -> list[tuple[float, Pass]]:
     placement, rules = schedule.placement, schedule.rules
     start, shard = placement.rank_of[0], placement.num_stages + rank
     longest = max(costs.duration(p) for order in schedule.ranks for p in order)
-    assert costs.shards is not None
-    turn = longest + costs.shards.from_first
+    from_first = costs.latency[PassKind.B][0]
+    turn = longest + from_first
     found = []
     times = zip(schedule.ranks[start], timeline.start[start], timeline.end[start], strict=True)
     for p, begin, end in times:
@@ -98,7 +103,7 @@ def _additions(timeline: Timeline, rank: int) -> list[tuple[float, Pass]]:
             ahead = _TURNS * turn if rank == start else (_TURNS - 1) * turn
             found.append((begin - ahead, Pass(PassKind.E, shard, p.microbatch)))
         elif p.kind in (PassKind.B, PassKind.BW) and rank in rules.shard_ranks:
-            arrival = end if rank == start else end + costs.shards.from_first + _TURNS * turn
+            arrival = end if rank == start else end + from_first + _TURNS * turn
             found.append((arrival, Pass(PassKind.G, shard, p.microbatch)))
     return sorted(found, key=lambda at: at[0])
 
@@ -167,7 +172,7 @@ def fastest_with_vocabulary(
         search_with_vocabulary(name, placement, request, peak_microbatches, split=split)
         for placement in placements
     ]
-    if request.costs.shards_embedding:
+    if shards_embedding(request.costs):
         found = [with_embedding(schedule, request.costs) for schedule in found]
     return min(found, key=lambda s: request.seconds(simulate(s, request.costs)))
 
@@ -185,22 +190,22 @@ def search_with_vocabulary(
     Raises:
         UsageError: the limit is below one microbatch in each chunk with the logits of one.
     """
-    costs = request.costs.for_placement(placement)
-    shards = costs.shards
-    assert shards is not None, "the costs have no vocabulary"
+    costs, stages = request.costs.for_placement(placement), placement.num_stages
+    logits = costs.memory["logits"][stages:]
     limit = request.limits(placement, peak_microbatches)
     problem = Problem(placement, request.num_microbatches, costs, limit, rules=request.rules)
     ranks = range(placement.pipeline_size)
-    needed = [problem.smallest_limit(rank) + _ROOM * shards.held[rank] for rank in ranks]
+    needed = [problem.smallest_limit(rank) + _ROOM * logits[rank] for rank in ranks]
     request.check_feasible(name, placement, limit, needed)
-    left = tuple(most - _ROOM * held for most, held in zip(limit, shards.held, strict=True))
+    left = tuple(most - _ROOM * held for most, held in zip(limit, logits, strict=True))
     problem = replace(problem, limit=left)
     orders = _orders(placement, costs, request, left, split=split)
     filled = [each for order in orders for each in _filled(problem, order, request)]
     fastest = min(seconds for seconds, _, _ in filled)
     fitting = [(passes(), pairs) for seconds, passes, pairs in filled if seconds == fastest]
     best, pairs = min(fitting, key=lambda it: it[0])
-    holders = tuple(r for r in ranks if shards.output[r] > 0 or sum(shards.output) == 0)
+    shares = costs.seconds[PassKind.O][stages:]
+    holders = tuple(r for r in ranks if shares[r] > 0 or sum(shares) == 0)
     rules = request.rules.over(VocabularyRules(holders))
     m = request.num_microbatches
     schedule = Schedule(name, placement, m, best, rules=rules, pairs=pairs)
@@ -274,7 +279,7 @@ def _orders(
         found = search(problem, effort_of(problem, _SECONDS, SINGLE), bound)
         alone = Schedule("alone", placement, m, found.ranks, rules=request.rules)
         yield alone
-        if folded.communicates:
+        if communicates(folded):
             effort = effort_of(problem, _PAIR_SECONDS, PAIRS)
             paired = search_pairs("paired", problem, effort, bound, [alone])
             if paired.pairs:
@@ -283,33 +288,27 @@ def _orders(
 
 def _turn(costs: StageCosts) -> float:
     """Return the seconds from the end of the last stage's F to the start of its B, at best."""
-    shards = costs.shards
-    assert shards is not None
-    slowest = max(o + back for o, back in zip(shards.output, shards.back, strict=True))
-    return shards.arrival + slowest + shards.loss
+    of_o = zip(costs.seconds[PassKind.O], costs.latency[PassKind.O], strict=True)
+    slowest = max(o + back for o, back in of_o)
+    return costs.latency[PassKind.F][-1] + slowest + costs.seconds[PassKind.P][-1]
 
 
 def _folded(placement: Placement, costs: StageCosts, share: float) -> StageCosts:
     """Return the costs with O as a part of F and B of its rank, and V of W."""
     rows = {id(row): _folded(placement, row, share) for row in costs.microbatches}
-    shards = costs.shards
-    assert shards is not None
-    forward, backward, weight = list(costs.forward), list(costs.backward), list(costs.weight)
-    whole = list(costs.whole)
+    kinds = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
+    changed = {kind: list(costs.seconds[kind]) for kind in kinds}
     for rank, held in enumerate(placement.stages_of):
-        output, later = shards.output[rank] / len(held), shards.weight[rank] / len(held)
-        for stage in held:
-            forward[stage] += share * output
-            backward[stage] += (1 - share) * output
-            weight[stage] += later
-            if whole:
-                whole[stage] += (1 - share) * output + later
+        at = placement.num_stages + rank
+        output, later = (costs.seconds[kind][at] / len(held) for kind in (PassKind.O, PassKind.V))
+        back = (1 - share) * output
+        for kind, more in zip(kinds, (share * output, back, later, back + later), strict=True):
+            for stage in held:
+                changed[kind][stage] += more
+    seconds = {k: of for k, of in costs.seconds.items() if k not in _OF_SHARDS}
     return replace(
         costs,
-        forward=tuple(forward),
-        backward=tuple(backward),
-        weight=tuple(weight),
-        whole=tuple(whole),
+        seconds=seconds | {kind: tuple(of) for kind, of in changed.items()},
+        memory={name: of for name, of in costs.memory.items() if name != "logits"},
         microbatches=tuple(rows[id(row)] for row in costs.microbatches),
-        shards=None,
     )

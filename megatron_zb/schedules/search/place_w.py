@@ -44,13 +44,14 @@ def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
     tolerance = 1e-9 * max(timeline.makespan, 1e-30)
 
     def costs_nothing(p: Pass, end_of_w: float) -> bool:
-        row = table.of(p.microbatch)
-        if row.fused[p.stage] > row.backward[p.stage] + row.weight[p.stage] + tolerance:
+        row, stage = table.of(p.microbatch), p.stage
+        halves = row.seconds[_B][stage] + row.seconds[_W][stage]
+        if row.seconds[_BW][stage] > halves + tolerance:
             return False
-        if p.stage == 0:
+        if stage == 0:
             return True
-        needed = starts[p.stage - 1, p.microbatch]
-        return end_of_w + row.backward_p2p[p.stage] <= needed + tolerance
+        needed = starts[stage - 1, p.microbatch]
+        return end_of_w + row.latency[_B][stage] <= needed + tolerance
 
     ranks = []
     for passes, ends in zip(schedule.ranks, timeline.end, strict=True):
@@ -147,15 +148,14 @@ class GapFiller:
         self._units = self._rules.turns(self._rules.by_kind[_F], range(m))
         split = not any(p.kind is _BW for passes in order for p in passes)
         self._rows = self._rows_of(costs, split=split)
-        shards = costs.shards
+        shards = costs.seconds.get(PassKind.O, ())[placement.num_stages :]
         self._holders = [0] * placement.pipeline_size
-        if shards is not None:
-            none = sum(shards.output) == 0
-            self._holders = [int(none or seconds > 0) for seconds in shards.output]
+        if shards:
+            self._holders = [int(sum(shards) == 0 or seconds > 0) for seconds in shards]
         self._width = max(map(len, order))
         self._length = 2 * self._width + 3 * m
         leads = [[self._code(p) for p in passes] for passes in order]
-        self._split, self._vocabulary_parallel = split, shards is not None
+        self._split, self._vocabulary_parallel = split, bool(shards)
         self._needed = sum(map(len, leads))
         weights = [w for stage in range(placement.num_stages) for w in self._weights(stage, m)]
         self._needed += sum(w >= 0 for w in weights) if split else 0
@@ -170,7 +170,7 @@ class GapFiller:
             holders=engine.integers(self._holders),
             seconds=self._by_code(costs, lambda row, p: row.seconds[p.kind][p.stage]),
             memory=self._by_code(costs, self._memory_change),
-            latency=self._by_code(costs, lambda row, p: row.latencies[p.kind][p.stage]),
+            latency=self._by_code(costs, lambda row, p: row.latency[p.kind][p.stage]),
             limit=engine.floats(limit),
             leads=engine.integers([c for each in leads for c in self._padded(each)]),
             num_leads=engine.integers([len(each) for each in leads]),
@@ -233,7 +233,7 @@ class GapFiller:
         stages, p = self._placement.num_stages, self._placement.pipeline_size
         kinds = (_F, _B if split else _BW, _W)
         rows = [(kind, stage) for kind in kinds for stage in range(stages)]
-        if costs.shards is not None:
+        if PassKind.O in costs.seconds:
             rows.append((PassKind.P, stages - 1))
             rows += [(kind, stages + r) for kind in (PassKind.O, PassKind.V) for r in range(p)]
         return rows

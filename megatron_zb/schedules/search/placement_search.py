@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import earliest_starts, lower_bound, period_bound, usable_limit
+from megatron_zb.schedules.costs import with_all_kept
+from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Limit, Request, keeps
@@ -32,7 +35,7 @@ from megatron_zb.schedules.search.runner import (
     effort_of,
 )
 from megatron_zb.schedules.simulator import Timeline, simulate
-from megatron_zb.schedules.stage_costs import StageCosts
+from megatron_zb.schedules.stage_costs import StageCosts, communicates
 
 NAMED_SECONDS = 0.25
 """Approximate seconds of the search for a named schedule, if it is compiled."""
@@ -75,8 +78,8 @@ def search_placement(
     Raises:
         UsageError: the limit is below one microbatch in each chunk.
     """
-    if request.costs.recomputes_or_offloads:
-        alone = replace(request, costs=request.costs.with_all_kept())
+    if not request.costs.keeps_all:
+        alone = replace(request, costs=with_all_kept(request.costs))
 
         def all_kept() -> Schedule:
             return search_placement(
@@ -94,7 +97,7 @@ def search_placement(
 
         orders = [
             *known,
-            *(orders_to_offload(name, placement, alone) if request.costs.copy else ()),
+            *(orders_to_offload(name, placement, alone) if request.costs.feature(Offload) else ()),
         ]
         return with_recompute_or_offload(
             name, placement, request, peak_microbatches, all_kept, orders
@@ -126,7 +129,7 @@ def search_placement(
     schedule = Schedule(name, placement, m, found.ranks, rules=request.rules)
     if split:
         schedule = fuse_for_free(schedule, request.costs)
-    if not table.communicates:
+    if not communicates(table):
         return schedule
     peaks = [timeline.peak_memory for _, timeline in timed]
     fitting = [s for s, peak in zip(known, peaks, strict=True) if keeps(peak, limit)]
@@ -196,22 +199,22 @@ def with_recompute_or_offload(
     bound = _bound(problem)
     if not (found and request.seconds(simulate(found[0], request.costs)) <= bound * _NEAR):
         known = [*(order.without_pairs() for order in orders), *found]
-        found += _offloaded(name, known, request, limit, bound) if table.copy else []
+        found += _offloaded(name, known, request, limit, bound) if table.copies else []
         seconds = _QUICK_RECOMPUTE_SECONDS if request.quick else RECOMPUTE_SECONDS
         effort = effort_of(problem, seconds, RECOMPUTE)
         found_with_r = (
             recompute_search.search_recompute(name, problem, effort, bound, known)
-            if table.recompute
+            if "kept_input" in table.memory
             else None
         )
         if found_with_r is not None:
             found.append(fuse_for_free(found_with_r, request.costs))
-        if found_with_r is not None and table.communicates:
+        if found_with_r is not None and communicates(table):
             effort = effort_of(problem, seconds, PAIRS)
             known = [*(order.without_pairs() for order in orders), *found]
             paired = search_paired_recompute(name, problem, effort, bound, known)
             found += [] if paired is None else [fuse_for_free(paired, request.costs)]
-    if not found and table.copy:
+    if not found and table.copies:
         found = _offloaded(name, [_one_at_a_time(name, placement, m)], request, limit, bound)
     if not found:
         raise refused or UsageError(f"{name}: no order fits that offloads activations")
@@ -246,7 +249,7 @@ def _offloaded(
     split = [split_all(order) for order in orders]
     offloaded = [place_offload(order, request.costs, limit) for order in split]
     timelines = [(simulate(s, request.costs), i) for i, s in enumerate(offloaded) if s is not None]
-    if request.costs.recompute and timelines:
+    if request.costs.feature(Recomputation) and timelines:
         fastest, at = min(timelines, key=lambda entry: request.seconds(entry[0]))
         if _waits_for_copies(fastest):
             fewer = (with_recomputed(split[at], share) for share in _RECOMPUTED)

@@ -63,7 +63,7 @@ class Problem:
         """Mean seconds of F, B and W."""
         m, passes = self.num_microbatches, 3 * self.placement.num_stages
         return sum(
-            count / m * (sum(row.forward + row.backward + row.weight) / passes)
+            count / m * (sum(row.seconds[_F] + row.seconds[_B] + row.seconds[_W]) / passes)
             for count, row in self.costs.rows(m)
         )
 
@@ -75,7 +75,7 @@ class Problem:
             return self.costs.largest_activation
         groups = [rows[i : i + at_once] for i in range(0, len(rows), at_once)]
         return tuple(
-            max(sum(row.activation[s] for row in group) for group in groups)
+            max(sum(row.memory["activation"][s] for row in group) for group in groups)
             for s in range(self.placement.num_stages)
         )
 
@@ -165,8 +165,8 @@ def graph_of(problem: Problem, make: Engine, *, pairs: bool, with_r: bool) -> Gr
     stages = [stage for _, stage in codes.rows]
     stage_of = [*stages, *range(len(again))]
     held = [0.0] * placement.pipeline_size
-    if codes.total > codes.weights and problem.costs.shards is not None:
-        held = [*problem.costs.shards.held]
+    if codes.total > codes.weights and "logits" in problem.costs.memory:
+        held = [*problem.costs.memory["logits"][placement.num_stages :]]
     sized = [
         (_rank_of(placement, s), len(row.cell)) for s, row in zip(stage_of, everything, strict=True)
     ]
@@ -323,9 +323,8 @@ class _Rows:
         rows = [self._costs.of(j) for j in self._units]
         if self._problem.rules.routes is not None:
             return self._work_on_routes()
-        tables = ("forward", "backward", "weight")
         found = [
-            sum(getattr(row, table)[s] for row in rows for table in tables for s in stages)
+            sum(row.seconds[kind][s] for row in rows for kind in (_F, _B, _W) for s in stages)
             for stages in self._problem.placement.stages_of
         ]
         for kind, stage in self._codes.rows:
@@ -352,9 +351,9 @@ class _Rows:
             maker=self._beside(_F, stage, turns, -1, none),
             reader=self._beside(_F, stage, turns, 1, own),
             weight=none,
-            seconds=self._priced(turns, lambda row: row.forward[stage]),
+            seconds=self._priced(turns, lambda row: row.seconds[_F][stage]),
             latency=self._latency(_F, stage, turns, -1),
-            memory=self._priced(turns, lambda row: row.activation[stage]),
+            memory=self._priced(turns, lambda row: row.memory["activation"][stage]),
             flight=self._flight(stage, turns, 1.0),
             after=[0.0] * len(turns),
         )
@@ -369,11 +368,11 @@ class _Rows:
             maker=self._beside(kind, stage, turns, 1, cell if self._problem.turn else none),
             reader=self._beside(kind, stage, turns, -1, none),
             weight=self._of(_W, stage, turns) if self._codes.split else none,
-            seconds=self._priced(turns, lambda row: row.backward[stage]),
+            seconds=self._priced(turns, lambda row: row.seconds[_B][stage]),
             latency=self._latency(kind, stage, turns, 1),
             memory=self._priced(turns, lambda row: row.change(change, stage)),
             flight=self._flight(stage, turns, -1.0),
-            after=self._priced(turns, lambda row: row.weight[stage]),
+            after=self._priced(turns, lambda row: row.seconds[_W][stage]),
         )
 
     def _of_shard(self, kind: PassKind, stage: int) -> _Row:
@@ -406,7 +405,7 @@ class _Rows:
 
         def join(maker: tuple[PassKind, int], reader: tuple[PassKind, int], *, near: bool) -> None:
             makers, readers = self._of(*maker, units), self._of(*reader, units)
-            lags = self._priced(units, lambda row: row.latencies[maker[0]][maker[1]])
+            lags = self._priced(units, lambda row: row.latency[maker[0]][maker[1]])
             found.extend(zip(makers, readers, [0.0] * len(lags) if near else lags, strict=True))
 
         for rank in self._problem.rules.shard_ranks:
@@ -458,7 +457,7 @@ class _Rows:
             maker=none,
             reader=none,
             weight=none,
-            seconds=self._priced(turns, lambda row: row.weight[stage]),
+            seconds=self._priced(turns, lambda row: row.seconds[_W][stage]),
             latency=[0.0] * len(turns),
             memory=self._priced(turns, lambda row: row.change(change, stage)),
             flight=[0.0] * len(turns),
@@ -489,7 +488,7 @@ class _Rows:
         ends = self._problem.turn if kind is not _F else 0.0
         if routes is None:
             inner = 0 <= other <= self._last
-            return self._priced(units, lambda row: row.latencies[kind][other] if inner else ends)
+            return self._priced(units, lambda row: row.latency[kind][other] if inner else ends)
         rank_of = self._problem.placement.rank_of
         found = []
         for unit in units:
@@ -497,7 +496,7 @@ class _Rows:
             if at is None or rank_of[at] == rank_of[stage]:
                 found.append(0.0)
             else:
-                found.append(self._costs.of(unit).latencies[kind][at])
+                found.append(self._costs.of(unit).latency[kind][at])
         return found
 
     @property
@@ -524,4 +523,4 @@ class _Rows:
         mean = self._costs.mean_activation[stage]
         if not self._which or mean <= 0:
             return [sign] * len(units)
-        return self._priced(units, lambda row: sign * row.activation[stage] / mean)
+        return self._priced(units, lambda row: sign * row.memory["activation"][stage] / mean)

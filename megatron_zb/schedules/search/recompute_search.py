@@ -38,9 +38,9 @@ def smallest_limit(problem: Problem, rank: int) -> float:
     """
     costs, m = problem.costs, problem.num_microbatches
     held = problem.placement.stages_of[rank]
-    if costs.copy:
+    if costs.copies is not None:
         return max(costs.largest_activation[s] for s in held)
-    kept = [max(row.kept_input[s] for _, row in costs.rows(m)) for s in held]
+    kept = [max(row.memory["kept_input"][s] for _, row in costs.rows(m)) for s in held]
     whole = [costs.largest_activation[s] for s in held]
     extra = max(a - i for a, i in zip(whole, kept, strict=True))
     return sum(kept) + extra
@@ -94,7 +94,7 @@ def mixed_problems(problem: Problem) -> Iterator[Problem]:
     ranks = range(placement.pipeline_size)
     room = [
         max(
-            problem.costs.activation[s] - problem.costs.kept_input[s]
+            problem.costs.memory["activation"][s] - problem.costs.memory["kept_input"][s]
             for s in placement.stages_of[r]
         )
         for r in ranks
@@ -119,21 +119,18 @@ def _mixed(placement: Placement, costs: StageCosts, shares: tuple[float, float])
     rows = {id(row): _mixed(placement, row, shares) for row in costs.microbatches}
 
     def less(held: Sequence[float]) -> tuple[float, ...]:
-        each = zip(held, costs.kept_input, share, strict=True)
+        each = zip(held, costs.memory["kept_input"], share, strict=True)
         return tuple(max(_LEAST * h, h - x * max(0.0, h - i)) for h, i, x in each)
 
     def longer(seconds: Sequence[float]) -> tuple[float, ...]:
-        return tuple(t + x * r for t, r, x in zip(seconds, costs.recompute, share, strict=True))
+        again = costs.seconds[PassKind.R]
+        return tuple(t + x * r for t, r, x in zip(seconds, again, share, strict=True))
 
+    backward = {kind: longer(costs.seconds[kind]) for kind in (PassKind.B, PassKind.BW)}
     return replace(
-        costs,
-        backward=longer(costs.backward),
-        whole=longer(costs.whole) if costs.whole else (),
-        activation=less(costs.activation),
-        held_for_weight=less(costs.held_for_weight),
+        costs.with_seconds(backward),
+        memory={name: less(costs.memory[name]) for name in ("activation", "held_for_weight")},
         microbatches=tuple(rows[id(row)] for row in costs.microbatches),
-        recompute=(),
-        kept_input=(),
     )
 
 
@@ -163,12 +160,12 @@ class RecomputeRunner(Runner):
         stages, rows = range(last + 1), [problem.costs.of(j) for j in range(m)]
         self._saved = make.floats(
             [
-                row.activation[s] - row.kept_input[s] if s < last else 0.0
+                row.memory["activation"][s] - row.memory["kept_input"][s] if s < last else 0.0
                 for s in stages
                 for row in rows
             ]
         )
-        seconds = make.floats([row.recompute[s] for s in stages for row in rows])
+        seconds = make.floats([row.seconds[PassKind.R][s] for s in stages for row in rows])
         super().__init__(problem, make, pair_costs, RecomputeCosts(seconds, self._saved))
 
     def with_recompute(

@@ -14,10 +14,13 @@ from dataclasses import replace
 from functools import partial
 from operator import mul
 
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.stage_costs import StageCosts
+
+_F, _B, _W, _BW, _R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R
 
 DEVIATION = 0.1
 """Standard deviation of the seconds of a pass, as a share of them."""
@@ -39,20 +42,14 @@ def varied(
     draw = partial(rng.uniform, 1.0 - widest, 1.0 + widest)
 
     def row(base: StageCosts) -> StageCosts:
-        forward, backward, weight = ([draw() for _ in base.forward] for _ in range(3))
-        parts = zip(base.backward, backward, base.weight, weight, strict=True)
-        whole = [(b * x + w * y) / (b + w) if b + w else 1.0 for b, x, w, y in parts]
-        return replace(
-            base,
-            forward=tuple(map(mul, base.forward, forward)),
-            backward=tuple(map(mul, base.backward, backward)),
-            weight=tuple(map(mul, base.weight, weight)),
-            whole=tuple(map(mul, base.fused, whole)),
-            forward_comm=tuple(map(mul, base.forward_comm, forward)),
-            backward_comm=tuple(map(mul, base.backward_comm, backward)),
-            recompute=tuple(map(mul, base.recompute, forward)),
-            microbatches=(),
-        )
+        factors = {kind: [draw() for _ in base.seconds[kind]] for kind in (_F, _B, _W)}
+        halves = (base.seconds[_B], factors[_B], base.seconds[_W], factors[_W])
+        parts = zip(*halves, strict=True)
+        factors[_BW] = [(b * x + w * y) / (b + w) if b + w else 1.0 for b, x, w, y in parts]
+        factors[_R] = factors[_F]
+        seconds = {kind: tuple(map(mul, base.seconds[kind], of)) for kind, of in factors.items()}
+        exchange = {kind: tuple(map(mul, of, factors[kind])) for kind, of in base.exchange.items()}
+        return replace(base.with_seconds(seconds), exchange=exchange, microbatches=())
 
     return replace(costs, microbatches=tuple(row(costs.of(j)) for j in range(num_microbatches)))
 

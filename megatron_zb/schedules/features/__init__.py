@@ -1,0 +1,1 @@
+"""What a schedule may have beside F, B and W: a file for each, with its costs and its search."""
