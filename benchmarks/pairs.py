@@ -24,7 +24,7 @@ import provenance
 from megatron_zb import schedules
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.families import dualpipe_v_order, overlapped
-from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.placement import wave
 
 

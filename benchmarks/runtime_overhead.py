@@ -41,8 +41,8 @@ from rich.table import Table
 from megatron_zb import schedules
 from megatron_zb.runtime.progress import RankProgress
 from megatron_zb.runtime.watchdog import Inquiry, Watchdog, WatchedRank
-from megatron_zb.schedules.features.communication import Communication
 from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.train.synthetic_steps import SyntheticSteps, join, seconds_of_link

@@ -25,12 +25,12 @@ import provenance
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules import catalog, interchange, slices
-from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules import catalog, interchange
+from megatron_zb.schedules.features import pairs, recomputation, slices
 from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.features.vocabulary import Vocabulary
-from megatron_zb.schedules.search import placement_search
 
 PLAIN = "plain"
 KINDS = ("pairs", "R", "DH", "R+DH", "vocabulary", "embedding", "stages", "lengths")
@@ -38,7 +38,8 @@ SLICED = ("slices", "joined", "slice lengths")
 _STATES = ("R", "DH", "R+DH")
 _WITH_STATES = ["v-zb", "v-half", "v-min", "zb-1p", "zb-2p"]
 _WITH_OTHERS = ["zb-1p", "v-zb", "v-half", "v-min", "dualpipe-v", "wave", "zb-h1", "interleaved"]
-_SECONDS = {"NAMED_SECONDS": 0.1, "RECOMPUTE_SECONDS": 1.0, "_PAIR_SECONDS": 0.3}
+BRIEF = ((recomputation, "SECONDS", 1.0), (pairs, "_LEAST_SECONDS", 0.3))
+"""Seconds of searches for orders of other kinds than plain ones."""
 _AUTO_EVERY = 50  # requests: it searches for seconds
 
 
@@ -143,8 +144,8 @@ def main() -> int:
     kinds = (*KINDS, *SLICED)
     for kind in (PLAIN, *kinds):
         if kind != PLAIN:
-            for name, brief in _SECONDS.items():
-                setattr(placement_search, name, brief)
+            for module, name, brief in BRIEF:
+                setattr(module, name, brief)
         count = arguments.requests if kind == PLAIN else arguments.others
         digest, begin, errors = hashlib.sha256(), time.process_time(), 0
         for name, given in requests(kind, count, arguments.seed):

@@ -40,10 +40,10 @@ from torch_schedules import torch_schedules
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import averaged
+from megatron_zb.schedules.features import recomputation
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.placement import v_shape
-from megatron_zb.schedules.search import placement_search
 
 FRONTIER = Path(__file__).with_name("data") / "frontier.csv"
 KEPT = Path(__file__).parents[1] / "docs" / "results" / "schedule_quality.json"
@@ -463,7 +463,7 @@ def _with_states(cell: Cell, kept: float, seconds: float) -> StateCell:
     costs = _costs(cell.pipeline_size, cell.costs).having(Recomputation(kept_input=KEPT_INPUT))
     costs = costs.having(Offload(seconds=COPY * sum(cell.costs[:3])))
     start = time.perf_counter()
-    with patch.object(placement_search, "RECOMPUTE_SECONDS", seconds):
+    with patch.object(recomputation, "SECONDS", seconds):
         found = schedules.build(
             "auto",
             pipeline_size=cell.pipeline_size,

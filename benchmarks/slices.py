@@ -22,7 +22,7 @@ from typing import Any
 import provenance
 
 from megatron_zb import schedules
-from megatron_zb.schedules import slices
+from megatron_zb.schedules.features import slices
 
 SHAPES = "2:8:0 2:8:0.5 4:8:0.5 8:4:0.5 8:8:0 8:8:0.5 8:16:0.5 32:8:0.5".split()
 

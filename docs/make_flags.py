@@ -18,8 +18,8 @@ from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_core.refusals import OVERLAP, RefusalRow
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
+from megatron_zb.schedules.features.slices import parse_slices
 from megatron_zb.schedules.request import Limit
-from megatron_zb.schedules.slices import parse_slices
 
 PAGE = Path(__file__).resolve().parent / "flags.md"
 VERSION = "0.1.0"

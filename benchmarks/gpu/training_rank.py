@@ -243,8 +243,8 @@ def _adapter(job: Job, losses: list[list[float]]) -> Any:
     if job.schedule is None or job.schedule.startswith("megatron"):
         return None
     from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter, ScheduleSettings
+    from megatron_zb.schedules.features.slices import Slicing
     from megatron_zb.schedules.layout import Layers
-    from megatron_zb.schedules.slices import Slicing
 
     if job.host_memory:
         from host_memory_channels import share_the_gpu

@@ -14,12 +14,12 @@ from megatron_zb.errors import UsageError, raise_first
 from megatron_zb.parsing import flag_of, positive, seconds
 from megatron_zb.schedules import catalog, conflicts, interchange
 from megatron_zb.schedules.bounds import lower_bound
-from megatron_zb.schedules.features.communication import Communication
 from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.slices import KEPT, Slicing
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.slices import KEPT, Slicing
 
 # The choices that a schedule may have, as build() and the command line name them.
 _CHOICES = ("memory_limit", "chunks", "group_size")

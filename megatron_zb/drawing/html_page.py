@@ -176,7 +176,7 @@ def explorer_context(
         unit: unit of the times on the page.
     """
     if costs is not None:
-        costs = costs.without(lambda it: it.drops or isinstance(it, Vocabulary))
+        costs = costs.without(lambda it: it.frees_activations or isinstance(it, Vocabulary))
     known = [timeline for timeline in own if html_drawing.is_text(timeline.schedule)]
     own, limit = (known, limit) if known else ([_baseline(own[0], costs)], None)
     first = own[0]

@@ -18,9 +18,9 @@ from megatron_zb.errors import UsageError
 from megatron_zb.parsing import describe, flag_of, values_of_flags
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Family
+from megatron_zb.schedules.features.slices import Slicing, given_slices, parse_slices
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Limit
-from megatron_zb.schedules.slices import Slicing, given_slices, parse_slices
 
 LAYOUT_FLAG = "--pipeline-layer-layout"
 AUTO_LAYOUT = "auto"

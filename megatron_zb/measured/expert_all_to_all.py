@@ -16,7 +16,7 @@ from statistics import median
 from typing import NamedTuple
 
 from megatron_zb.schedules import Costs, PassKind
-from megatron_zb.schedules.features.communication import PAIR_LOSS, Communication
+from megatron_zb.schedules.features.pairs import PAIR_LOSS, Communication
 
 _F, _B, _W = PassKind.F, PassKind.B, PassKind.W
 

@@ -17,6 +17,14 @@ from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs, with_frozen, with_unsplit
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.slices import (
+    AUTO,
+    GAIN,
+    KEPT,
+    Slicing,
+    least_tokens,
+    slicing_of,
+)
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.lowering import Program, lower
 from megatron_zb.schedules.passes import PassKind
@@ -25,7 +33,6 @@ from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.rules import LastFirstRules
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import Timeline, simulate
-from megatron_zb.schedules.slices import AUTO, GAIN, KEPT, Slicing, least_tokens, slicing_of
 from megatron_zb.schedules.step_plan import (
     NO_ATTENTION,
     AttentionWork,

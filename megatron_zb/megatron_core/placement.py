@@ -19,8 +19,8 @@ from megatron_zb.measured.balance import TRANSFER, Balance, balanced
 from megatron_zb.megatron_core.current_schedule import JobSizes
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.costs import Costs, filled
-from megatron_zb.schedules.features.communication import Communication
 from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.layout import Letters

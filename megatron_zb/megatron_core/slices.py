@@ -1,10 +1,10 @@
 """Token slices in Megatron's models: attention with a prefix, and what stages are set.
 
-A stage runs one slice of a microbatch at a time (:mod:`megatron_zb.schedules.slices`). Its layers
-see a shorter sequence. Only attention needs more: in F, the keys and values of the slices before
-it, and in B, the gradients that the slices behind it leave for its own keys and values. Both are
-kept for each layer and microbatch by :class:`Prefix`. Gradients are summed in float32, as a sum in
-bfloat16 would lose digits with every slice.
+A stage runs one slice of a microbatch at a time: :mod:`megatron_zb.schedules.features.slices`. Its
+layers see a shorter sequence. Only attention needs more: in F, the keys and values of the slices
+before it, and in B, the gradients that the slices behind it leave for its own keys and values. Both
+are kept for each layer and microbatch by :class:`Prefix`. Gradients are summed in float32, as a sum
+in bfloat16 would lose digits with every slice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_zb.megatron_core.sliced_reading import (
 from megatron_zb.megatron_core.sliced_routers import WholeRouting, has_losses
 from megatron_zb.megatron_core.sliced_stage import SlicedStage
 from megatron_zb.megatron_core.step import Step, StepPart, activation_shape
-from megatron_zb.schedules.slices import Slicing, slicing_of
+from megatron_zb.schedules.features.slices import Slicing, slicing_of
 
 SLICED = frozenset({"GPTModel", "HybridModel", "MambaModel"})
 """Classes of models whose microbatches can be cut; a HybridModel was a MambaModel before 0.18."""

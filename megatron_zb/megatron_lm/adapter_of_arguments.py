@@ -37,6 +37,7 @@ from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.catalog import Build
+from megatron_zb.schedules.features.slices import KEPT
 from megatron_zb.schedules.layout import (
     Layers,
     Letters,
@@ -46,7 +47,6 @@ from megatron_zb.schedules.layout import (
     predicting_parts,
 )
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.slices import KEPT
 
 DIVISION = (
     "account_for_embedding_in_pipeline_split",

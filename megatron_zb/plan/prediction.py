@@ -20,10 +20,10 @@ from megatron_zb.plan.strategy import MEGATRON_OWN, ScheduleCandidate
 from megatron_zb.plan.work import Workload
 from megatron_zb.schedules import Costs, Pass, PassKind, Schedule, catalog, lower
 from megatron_zb.schedules.bounds import hidden
+from megatron_zb.schedules.features.slices import Slicing, slicing_of
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.simulator import Timeline
-from megatron_zb.schedules.slices import Slicing, slicing_of
 from megatron_zb.schedules.waiting_kernels import waiting_kernels
 
 # --- a row of the plan: a schedule by its name in the table, and as it runs

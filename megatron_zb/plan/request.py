@@ -28,8 +28,8 @@ from megatron_zb.plan.strategy import (
     names_in,
 )
 from megatron_zb.plan.unequal import SequenceLengths
+from megatron_zb.schedules.features.slices import LEAST_TOKENS, MOST_SLICES, least_tokens
 from megatron_zb.schedules.layout import main_pattern
-from megatron_zb.schedules.slices import LEAST_TOKENS, MOST_SLICES, least_tokens
 
 _SIZES = {
     "tensor": "tensor_model_parallel_size",

@@ -34,8 +34,8 @@ from megatron_zb.plan.vocabulary import CountedShard, can_be_shared
 from megatron_zb.plan.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, catalog
 from megatron_zb.schedules.bounds import lower_bound, period_bound
+from megatron_zb.schedules.features.sliced_bounds import sliced_bound
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.sliced_bounds import sliced_bound
 
 # --- estimates by formula
 

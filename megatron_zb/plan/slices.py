@@ -35,7 +35,7 @@ from megatron_zb.plan.strategy import (
 )
 from megatron_zb.plan.work import Workload
 from megatron_zb.schedules import Pass, PassKind
-from megatron_zb.schedules.slices import Slicing
+from megatron_zb.schedules.features.slices import Slicing
 
 
 def why_not_sliced(model: ModelConfig, *, post_validation: bool) -> str | None:

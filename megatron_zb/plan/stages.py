@@ -15,13 +15,13 @@ from megatron_zb.plan.strategy import ScheduleCandidate
 from megatron_zb.plan.vocabulary import CONNECTION, CountedShard, more_connections
 from megatron_zb.plan.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, layout
-from megatron_zb.schedules.features.communication import PAIR_LOSS, Communication
 from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.pairs import PAIR_LOSS, Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.schedules.features.vocabulary import Vocabulary, with_prediction
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.slices import Slicing
 
 
 @dataclass(frozen=True)

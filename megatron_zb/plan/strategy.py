@@ -19,9 +19,9 @@ from megatron_zb.plan.mixers import RECURRENT
 from megatron_zb.plan.model import ModelConfig
 from megatron_zb.plan.operators import RECOMPUTE
 from megatron_zb.schedules import catalog
+from megatron_zb.schedules.features.slices import LEAST_TOKENS
 from megatron_zb.schedules.layout import Layers, Layout, spread
 from megatron_zb.schedules.placement import Placement, v_shape
-from megatron_zb.schedules.slices import LEAST_TOKENS
 
 # --- strategies
 

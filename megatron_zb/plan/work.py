@@ -44,7 +44,7 @@ from megatron_zb.plan.operators import (
 )
 from megatron_zb.plan.strategy import SLICE_STEP, Strategy
 from megatron_zb.schedules import Costs
-from megatron_zb.schedules.slices import Slicing
+from megatron_zb.schedules.features.slices import Slicing
 
 # A random number of dropout costs as much time as this many bytes of traffic. An assumption.
 _RANDOM = 6

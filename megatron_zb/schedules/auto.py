@@ -16,20 +16,18 @@ from megatron_zb.schedules import families
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.costs import with_all_kept
 from megatron_zb.schedules.families import wave as wave_schedule
-from megatron_zb.schedules.features.communication import without_communication
 from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.pairs import with_pairs, without_communication
+from megatron_zb.schedules.features.recompute_or_offload import (
+    starting_orders,
+    with_recompute_or_offload,
+)
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Limit, LimitTooSmall, Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import varied_passes
 from megatron_zb.schedules.search.place_w import fuse_for_free
-from megatron_zb.schedules.search.placement_search import (
-    QUICK,
-    orders_to_offload,
-    search_placement,
-    with_pairs,
-    with_recompute_or_offload,
-)
+from megatron_zb.schedules.search.placement_search import QUICK, PlacementSearch
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.stage_costs import communicates
 
@@ -216,8 +214,8 @@ def _with_recompute_or_offload(
             raise refused or UsageError("nothing that keeps every activation is as fast")
         return min(found, key=lambda entry: entry[0])[1]
 
-    peak = 2.0 * request.pipeline_size
-    best = with_recompute_or_offload("auto", placement, request, peak, all_kept, orders)
+    search = PlacementSearch("auto", placement, request, 2.0 * request.pipeline_size)
+    best = with_recompute_or_offload(search, all_kept, orders)
     return [*found, (request.seconds(simulate(best, request.costs)), best)]
 
 
@@ -231,10 +229,7 @@ def _starting_orders(placement: Placement, request: Request) -> list[Schedule]:
         return [*families.split_interleaved(p, m, placement.chunks), *loop]
     if placement == looped(p) and request.costs.feature(Offload):
         return [families.one_f_one_b(replace(request, limit=Limit()))]
-    if request.costs.feature(Offload):
-        alone = replace(request, costs=with_all_kept(request.costs))
-        return orders_to_offload("auto", placement, alone)
-    return []
+    return starting_orders("auto", placement, request)
 
 
 def _paired(
@@ -250,7 +245,8 @@ def _paired(
     fitting = [s for s in known if keeps(simulate(s, request.costs).peak_memory, limits)]
     found = sorted(alone, key=lambda s: request.seconds(simulate(s, request.costs)))
     seconds = _SECONDS_OF_PAIRS if placement.chunks == 2 else _SECONDS_OF_PAIRS / 4
-    best = with_pairs([*found[:_STARTS], *fitting], request, 2.0 * p, seconds)
+    search = PlacementSearch("auto", placement, request, 2.0 * p, seconds=seconds)
+    best = with_pairs([*found[:_STARTS], *fitting], search)
     return replace(best, name="auto")
 
 
@@ -347,15 +343,13 @@ def _quick(request: Request, placement: Placement) -> Schedule:
     if not request.costs.keeps_all:
         alone = replace(request, costs=with_all_kept(request.costs))
         orders = _starting_orders(placement, request)
-        return with_recompute_or_offload(
-            "auto", placement, request, peak, lambda: _quick(alone, placement), orders
-        )
+        search = PlacementSearch("auto", placement, request, peak)
+        return with_recompute_or_offload(search, lambda: _quick(alone, placement), orders)
     known = _split_loops(request, placement) if _is_loop(placement) else []
     if known and _is_large(placement, request):
         return known[0]
-    return search_placement(
-        "auto", placement, request, peak, known=known, seconds=_QUICK_SECONDS, most=QUICK
-    )
+    search = PlacementSearch("auto", placement, request, peak, known=known, most=QUICK)
+    return replace(search, seconds=_QUICK_SECONDS).run()
 
 
 def _split_loops(request: Request, placement: Placement) -> list[Schedule]:
@@ -389,16 +383,13 @@ def _long(placement: Placement, request: Request, known: Sequence[Schedule]) -> 
     if known and _is_loop(placement) and _is_large(placement, request):
         return known[0]
     kind = "v" if placement == wave(placement.pipeline_size, 2) else placement.name
-    return search_placement(
-        "auto",
-        placement,
-        request,
-        2.0 * request.pipeline_size,
-        known=known,
+    search = PlacementSearch("auto", placement, request, 2.0 * request.pipeline_size, known=known)
+    return replace(
+        search,
         seconds=_SECONDS["loop" if _is_loop(placement) else kind],
         thorough=True,
         restarting=_SECONDS_OF_RESTARTS if kind == "v" else 0.0,
-    )
+    ).run()
 
 
 def _reason(found: list[tuple[float, Schedule]]) -> str:

@@ -14,14 +14,13 @@ from megatron_zb.schedules import placement as placements
 from megatron_zb.schedules.auto import auto, candidates, candidates_with_vocabulary
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, check_number
-from megatron_zb.schedules.features.vocabulary import Vocabulary
+from megatron_zb.schedules.features.sliced_orders import SlicedFamily, SlicedOrders, build_sliced
+from megatron_zb.schedules.features.slices import Slicing, of_table
+from megatron_zb.schedules.features.vocabulary import Vocabulary, fastest_with_vocabulary
 from megatron_zb.schedules.placement import Placement, looped
 from megatron_zb.schedules.request import Limit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
-from megatron_zb.schedules.search.place_vocabulary import fastest_with_vocabulary
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.sliced_orders import SlicedFamily, SlicedOrders, build_sliced
-from megatron_zb.schedules.slices import Slicing, of_table
 
 _ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
 _CONTROLLABLE = "Pipeline Parallelism with Controllable Memory, arXiv 2405.15362"

@@ -54,7 +54,7 @@ class Feature:
 
     name: ClassVar[str]
     """Name in the table of :mod:`conflicts`."""
-    drops: ClassVar[bool] = False
+    frees_activations: ClassVar[bool] = False
     """Whether a schedule may drop activations, or move them to the host, between F and B."""
 
     @property
@@ -246,7 +246,7 @@ class Costs:
     @property
     def keeps_all(self) -> bool:
         """Whether activations can be neither recomputed nor offloaded."""
-        return not any(it.drops for it in self.features)
+        return not any(it.frees_activations for it in self.features)
 
     def of_lengths(self, lengths: Sequence[float]) -> Costs:
         """Return the costs of microbatches that take a number of times what this one takes.
@@ -324,7 +324,7 @@ class Costs:
 
 def with_all_kept(costs: Costs) -> Costs:
     """Return the costs where every activation is kept on its device."""
-    return costs.without(lambda feature: feature.drops)
+    return costs.without(lambda feature: feature.frees_activations)
 
 
 # --- tables

@@ -23,7 +23,7 @@ from megatron_zb.schedules.search.place_w import (
     place_weight_gradients,
     squeezed_if_it_fits,
 )
-from megatron_zb.schedules.search.placement_search import search_placement
+from megatron_zb.schedules.search.placement_search import PlacementSearch
 from megatron_zb.schedules.simulator import peak_held_chunks, simulate
 from megatron_zb.schedules.stage_costs import communicates
 
@@ -268,7 +268,7 @@ def _automatic(name: str, request: Request, peak: int) -> Schedule:
         for order in (_h1_order(request), _h2_order(request))
         for schedule in squeezed_if_it_fits(name, placement, order, request, peak)
     ]
-    return search_placement(name, placement, request, peak, known=known)
+    return PlacementSearch(name, placement, request, peak, known=known).run()
 
 
 def _h1_order(request: Request) -> list[list[Pass]]:
@@ -305,7 +305,7 @@ def wave(request: Request) -> Schedule:
     if chunks < 2 or chunks % 2:
         raise UsageError(f"wave with {chunks} chunks: give an even number, such as 2 or 4")
     p = request.pipeline_size
-    return search_placement("wave", placement.wave(p, chunks), request, p)
+    return PlacementSearch("wave", placement.wave(p, chunks), request, p).run()
 
 
 # --- two chunks per rank in a V
@@ -366,7 +366,8 @@ def _v(
 ) -> Schedule:
     """Build the best that a search finds from the block's own order under these costs."""
     known = of_v_block(name, offsets, request, peak)
-    return search_placement(name, v_shape(request.pipeline_size), request, peak, known=known)
+    v = v_shape(request.pipeline_size)
+    return PlacementSearch(name, v, request, peak, known=known).run()
 
 
 def squeezed_blocks(name: str, request: Request) -> list[Schedule]:
@@ -406,7 +407,8 @@ def v_half_peak(p: int) -> float:
 def one_f_one_b_v(request: Request) -> Schedule:
     """Build 1F1B-V: BW alone on a V, three quarters of 1F1B's memory without a split backward."""
     p = request.pipeline_size
-    return search_placement("1f1b-v", v_shape(p), request, one_f_one_b_v_peak(p), split=False)
+    peak = one_f_one_b_v_peak(p)
+    return PlacementSearch("1f1b-v", v_shape(p), request, peak, split=False).run()
 
 
 def one_f_one_b_v_peak(p: int) -> float:
@@ -421,7 +423,8 @@ def dualpipe_v(request: Request) -> Schedule:
     """
     p, m = request.pipeline_size, request.num_microbatches
     known = [dualpipe_v_order(p, m)] if m >= 2 * p else []
-    return search_placement("dualpipe-v", v_shape(p), request, dualpipe_v_peak(p), known=known)
+    peak = dualpipe_v_peak(p)
+    return PlacementSearch("dualpipe-v", v_shape(p), request, peak, known=known).run()
 
 
 def dualpipe_v_peak(p: int) -> float:

@@ -25,17 +25,20 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_zb import files
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules.kinds import PREDICTION_KINDS, Home
+from megatron_zb.schedules.features.vocabulary import (
+    PREDICTION_KINDS,
+    EmbeddingRules,
+    PredictionRules,
+    VocabularyRules,
+)
+from megatron_zb.schedules.kinds import Home
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import MOST_FORWARDS
 from megatron_zb.schedules.rules import (
     TRAINING,
-    EmbeddingRules,
     LastFirstRules,
-    PredictionRules,
     TrainingRules,
-    VocabularyRules,
 )
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.simulator import Timeline

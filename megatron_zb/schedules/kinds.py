@@ -116,7 +116,6 @@ class Kind:
 
 
 _F, _B, _W, _R, _D, _H = (PassKind(letter) for letter in "FBWRDH")
-_O, _P, _V, _E, _G, _M, _K = (PassKind(letter) for letter in "OPVEGMK")
 
 _BACKWARD = Kind(
     _B,
@@ -194,50 +193,3 @@ def with_needs(
         )
         for it in kinds
     )
-
-
-VOCABULARY_KINDS = (
-    *with_needs(TRAINING_KINDS, {_B: (Need(_P, At.SAME, At.LAST),)}),
-    Kind(
-        _O, Home.SHARDS, (Need(_F, At.LAST),), Due.ALWAYS, is_gradient=True, memory=(("logits", 1),)
-    ),
-    Kind(_P, Home.LAST, (Need(_F, At.SAME), Need(_O, At.SHARDS)), Due.ALWAYS, is_gradient=True),
-    Kind(
-        _V,
-        Home.SHARDS,
-        (Need(_O, At.SAME), Need(_P, At.LAST)),
-        is_gradient=True,
-        memory=(("logits", -1),),
-    ),
-)
-"""Those of a vocabulary parallel output layer (arXiv 2411.05288), with one barrier a microbatch.
-
-The last stage's output goes to every rank. Each runs O and sends its part of the softmax and of the
-input gradient back. P puts the parts together and sends the gradient of the loss to all ranks,
-whose V needs it; the B of the last stage follows.
-"""
-
-EMBEDDING_KINDS = (
-    *with_needs(VOCABULARY_KINDS, {_F: (Need(_E, At.SHARDS, At.FIRST),)}),
-    Kind(_E, Home.LOOKUPS, (Need(_E, At.READER),), Due.ALWAYS),
-    Kind(_G, Home.SHARDS, (Need(_E, At.SAME), Need(_B, At.FIRST)), is_gradient=True),
-)
-"""Those of a vocabulary parallel output layer and embedding (arXiv 2411.05288, its input layers).
-
-E on the rank of the first stage reads the tokens of a microbatch and sends them to all ranks; E of
-each rank looks up those of its rows, and the first stage's F needs the sum of all. The gradient
-that the B of the first stage makes goes to all ranks, whose G adds those of their rows.
-"""
-
-PREDICTION_KINDS = (
-    *with_needs(
-        EMBEDDING_KINDS, {_F: (Need(_M, At.FIRST, At.LAST),), _B: (Need(_K, At.LAST, At.FIRST),)}
-    ),
-    Kind(_M, Home.FIRST, (Need(_F, At.SAME),), Due.ALWAYS),
-    Kind(_K, Home.LAST, (Need(_B, At.SAME),), is_gradient=True),
-)
-"""Those with multi-token prediction, which embeds the tokens that follow on the last stage.
-
-M sends their rows, the sum that the first stage's F has made, and K sends their gradient back to
-the B of the first stage. Where both stages are on one rank, nothing travels.
-"""

@@ -11,15 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
-from megatron_zb.schedules.kinds import (
-    EMBEDDING_KINDS,
-    PREDICTION_KINDS,
-    TRAINING_KINDS,
-    VOCABULARY_KINDS,
-    Due,
-    Home,
-    Kind,
-)
+from megatron_zb.schedules.kinds import TRAINING_KINDS, Due, Home, Kind
 from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.stage_costs import Priced, StageCosts
@@ -224,60 +216,6 @@ class LastFirstRules(TrainingRules):
     def turns(self, kind: Kind, units: Sequence[int]) -> Sequence[int]:
         return units[::-1] if kind.is_gradient else units
 
-
-@dataclass(frozen=True)
-class VocabularyRules(TrainingRules):
-    """Rules of a training step with a vocabulary parallel output layer.
-
-    O and V run on the ranks ``holders``, P where the loss is.
-    """
-
-    holders: tuple[int, ...]
-
-    table = VOCABULARY_KINDS
-
-    @property
-    def shard_ranks(self) -> tuple[int, ...]:
-        return self.holders
-
-    def message_in_words(self, placement: Placement | None, message: Message) -> str:
-        if placement is None or message.stage < placement.num_stages:
-            return super().message_in_words(placement, message)
-        what = _SHARD_MESSAGES[_place(placement, message), message.is_gradient]
-        return f"{what}, microbatch {message.microbatch}"
-
-
-@dataclass(frozen=True)
-class EmbeddingRules(VocabularyRules):
-    """Rules of a training step whose output layer and embedding are vocabulary parallel."""
-
-    table = EMBEDDING_KINDS
-
-
-@dataclass(frozen=True)
-class PredictionRules(EmbeddingRules):
-    """Rules of vocabulary parallelism with multi-token prediction."""
-
-    table = PREDICTION_KINDS
-
-
-def _place(placement: Placement, message: Message) -> str:
-    """Return which of the stages past the model's a message has; see :class:`TaskGraph`."""
-    beyond = message.stage - placement.num_stages
-    ends = {1: "first", 2: "ends"}.get(beyond - placement.pipeline_size, "shard")
-    return ends if beyond else "all"
-
-
-_SHARD_MESSAGES = {
-    ("all", False): "the output of the last stage",
-    ("all", True): "the gradient of the loss",
-    ("shard", False): "a part of the embedding",
-    ("shard", True): "a part of the loss",
-    ("first", False): "the tokens",
-    ("first", True): "the gradient of the embedding",
-    ("ends", False): "the embedding of later tokens",
-    ("ends", True): "the gradient of the embedding of later tokens",
-}
 
 TRAINING = TrainingRules()
 

@@ -22,7 +22,7 @@ from megatron_zb import schedules
 from megatron_zb.children import end_with_launcher
 from megatron_zb.cli.ending import ended
 from megatron_zb.parsing import Parser, positive, seconds
-from megatron_zb.schedules.slices import Slicing
+from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.train.log import Records
 from megatron_zb.train.synthetic_steps import SyntheticSteps, join
 

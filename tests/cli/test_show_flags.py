@@ -14,7 +14,7 @@ import sizes
 from megatron_zb.cli import show
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange
-from megatron_zb.schedules.search import placement_search
+from megatron_zb.schedules.features import offload, recomputation
 
 pytestmark = pytest.mark.usefixtures("brief_searches", "brief_recomputation")
 
@@ -53,8 +53,8 @@ LIMITED = {"recompute", "offload"}
 
 @pytest.fixture
 def brief_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement_search, "RECOMPUTE_SECONDS", 0.1)
-    monkeypatch.setattr(placement_search, "_POLISHED", 0)
+    monkeypatch.setattr(recomputation, "SECONDS", 0.1)
+    monkeypatch.setattr(offload, "_POLISHED", 0)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from megatron_zb.drawing.html_drawing import SIZES
 from megatron_zb.drawing.pictures import save_picture
 from megatron_zb.drawing.terminal import print_schedule
 from megatron_zb.schedules.families import dualpipe_v_order
-from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.interchange import write_csv
 
 

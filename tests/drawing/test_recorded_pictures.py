@@ -19,8 +19,8 @@ from megatron_zb.cli import main as cli
 from megatron_zb.distill.cli import timeline as blockwise
 from megatron_zb.drawing import html_drawing, pictures
 from megatron_zb.drawing.chart import COST_UNIT
-from megatron_zb.schedules.features.communication import Communication
 from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sizes
 from browser import MISSING, Browser, find_browser
+from cost_tables import changed
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
@@ -19,7 +20,7 @@ from megatron_zb.drawing import html_drawing, html_page
 from megatron_zb.drawing.chart import MILLISECONDS, memory_lines
 from megatron_zb.schedules import Costs, PassKind, Schedule, Timeline
 from megatron_zb.schedules.families import dualpipe_v_order
-from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.pairs import Communication
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason=MISSING)
 
@@ -171,8 +172,8 @@ def test_unequal_stages_agree_to_the_last_bit(page: Browser) -> None:
         if time == "p2p":
             other = replace(costs, p2p=tuple(tuple(2 * v for v in row) for row in costs.p2p))
         else:
-            twice: dict[str, Any] = {time: tuple(2 * v for v in getattr(costs, time))}
-            other = replace(costs, **twice)
+            kind = {"forward": PassKind.F, "backward": PassKind.B, "weight": PassKind.W}[time]
+            other = changed(costs, **{time: [2 * v for v in costs.seconds[kind]]})
         check_timeline(found, schedules.simulate(timeline.schedule, other))
 
 

@@ -23,8 +23,8 @@ from megatron_zb.job.shared_build import SharedBuild, kept
 from megatron_zb.schedules import Costs, interchange
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.schedules.placement import v_shape
-from megatron_zb.schedules.slices import Slicing
 
 SIZES: dict[str, Any] = {"pipeline_size": 2, "num_microbatches": 4}
 RANK = Path(__file__).resolve().parents[1] / "support" / "shared_build_rank.py"

@@ -114,14 +114,14 @@ def test_shards_that_were_measured_have_their_own_seconds(slow: dict[int, float]
 def test_whole_ends_are_the_sum_of_measured_shards() -> None:
     costs = Fit.of(sharded_profile()).costs(v_shape(4), (2,) * 8)
     assert costs.feature(Vocabulary) is None
-    for name, output, embedding in (
-        ("forward", 2 * SHARD["output"], SHARD["lookup"]),
-        ("backward", 2 * SHARD["output"], SHARD["gradient"]),
-        ("weight", 4 * SHARD["weight"], 0.0),
+    for kind, output, embedding in (
+        (PassKind.F, 2 * SHARD["output"], SHARD["lookup"]),
+        (PassKind.B, 2 * SHARD["output"], SHARD["gradient"]),
+        (PassKind.W, 4 * SHARD["weight"], 0.0),
     ):
-        seconds = getattr(costs, name)
-        assert seconds[-1] - seconds[1] == pytest.approx(output), name
-        assert seconds[0] - seconds[1] == pytest.approx(embedding), name
+        seconds = costs.seconds[kind]
+        assert seconds[-1] - seconds[1] == pytest.approx(output), kind
+        assert seconds[0] - seconds[1] == pytest.approx(embedding), kind
     assert costs.memory["activation"][-1] - costs.memory["activation"][1] == 4 * SHARD["held"]
 
 

@@ -37,10 +37,10 @@ from megatron_zb.megatron_core.sliced_reading import ReadingOptions, SlicedReadi
 from megatron_zb.megatron_core.stages import OffloadPart
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.slices import Slicing
 
 MICROBATCHES = 3
 PLAIN = GPTCase(layers=4, exact=True)

@@ -24,7 +24,7 @@ from megatron_zb.megatron_lm.adapter_of_arguments import (
     prepare_overlap,
 )
 from megatron_zb.schedules import interchange
-from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape, wave
 from megatron_zb.schedules.schedule import Schedule

@@ -32,7 +32,7 @@ from megatron_zb.plan.strategy import (
     MEGATRON_OVERLAP,
     candidates_of,
 )
-from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import looped, v_shape
 from megatron_zb.schedules.request import LimitTooSmall

@@ -20,17 +20,18 @@ from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.schedules import conflicts
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features import offload, recomputation
 from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.part import Part
 from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import wave
 from megatron_zb.schedules.request import LimitTooSmall, Request
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import placement_search
-from megatron_zb.schedules.slices import Slicing
 
 pytestmark = pytest.mark.usefixtures("brief_searches", "briefer")
 
@@ -39,8 +40,8 @@ P, M = 2, 4
 
 @pytest.fixture
 def briefer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement_search, "RECOMPUTE_SECONDS", 0.05)
-    monkeypatch.setattr(placement_search, "_POLISHED", 0)
+    monkeypatch.setattr(recomputation, "SECONDS", 0.05)
+    monkeypatch.setattr(offload, "_POLISHED", 0)
 
 
 @dataclass(frozen=True)

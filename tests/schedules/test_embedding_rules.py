@@ -10,12 +10,16 @@ from sizes import every_value
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.features.vocabulary import Vocabulary, shards_embedding, with_prediction
+from megatron_zb.schedules.features.vocabulary import (
+    EmbeddingRules,
+    Vocabulary,
+    shards_embedding,
+    with_prediction,
+)
 from megatron_zb.schedules.interchange import from_csv, to_csv
 from megatron_zb.schedules.lowering import Run, Send
 from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import looped
-from megatron_zb.schedules.rules import EmbeddingRules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.task_graph import TaskGraph
 

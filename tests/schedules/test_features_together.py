@@ -11,13 +11,12 @@ from cost_tables import changed
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.features.communication import Communication
 from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
-from megatron_zb.schedules.features.vocabulary import Vocabulary
+from megatron_zb.schedules.features.vocabulary import Vocabulary, VocabularyRules
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import looped
-from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import Timeline, simulate
 from megatron_zb.schedules.task_graph import Copy

@@ -6,10 +6,9 @@ import pytest
 
 from megatron_zb import schedules
 from megatron_zb.schedules.costs import Costs, averaged
-from megatron_zb.schedules.features.vocabulary import Vocabulary
+from megatron_zb.schedules.features.vocabulary import Vocabulary, VocabularyRules
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
-from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.stage_costs import StageCosts
 

@@ -26,8 +26,8 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.features.communication import Communication
 from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.part import Part
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.features.vocabulary import Vocabulary

@@ -17,13 +17,12 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, with_all_kept
-from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.offload import Offload, place_offload, with_recomputed
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.lowering import Run, lower, unfinished
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, wave
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
-from megatron_zb.schedules.search.place_offload import place_offload, with_recomputed
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.stage_costs import StageCosts
 from megatron_zb.schedules.task_graph import Copy

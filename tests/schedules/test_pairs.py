@@ -16,7 +16,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.families import dualpipe_v_order, overlapped
-from megatron_zb.schedules.features.communication import Communication, without_communication
+from megatron_zb.schedules.features.pairs import Communication, search_pairs, without_communication
 from megatron_zb.schedules.lowering import (
     Run,
     RunPair,
@@ -32,7 +32,6 @@ from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.search.hill_climbing import Effort
-from megatron_zb.schedules.search.pair_search import search_pairs
 from megatron_zb.schedules.search.place_w import fuse_for_free, join_all, split_all
 from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.simulator import simulate
@@ -396,9 +395,7 @@ def test_compiled_inner_loops_find_the_same(split: bool, monkeypatch: pytest.Mon
     known = [_one_by_one(place, 5, split)]
     found = []
     for made in (kernels.Plain, kernels.Compiled):
-        monkeypatch.setattr(
-            "megatron_zb.schedules.search.pair_search.engine", lambda _, m=made: m()
-        )
+        monkeypatch.setattr("megatron_zb.schedules.features.pairs.engine", lambda _, m=made: m())
         found.append(search_pairs("found", problem, Effort(60, 2000), 0.0, known))
     assert found[0] == found[1]
 

@@ -15,17 +15,21 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, with_all_kept
-from megatron_zb.schedules.features.communication import Communication, without_communication
+from megatron_zb.schedules.features import pairs, recomputation
 from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.pairs import (
+    Communication,
+    search_paired_recompute,
+    without_communication,
+)
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.features.vocabulary import Vocabulary, with_prediction
 from megatron_zb.schedules.lowering import RunPair, lower
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape, wave
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search import kernels, paired_recompute, placement_search
+from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.search.hill_climbing import Effort
-from megatron_zb.schedules.search.paired_recompute import search_paired_recompute
 from megatron_zb.schedules.search.place_w import GapFiller
 from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.simulator import simulate
@@ -86,10 +90,8 @@ def test_compiled_inner_loops_find_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     problem = Problem(place, 5, costs.for_placement(place), (1.4,) * 3)
     found = []
     for made in (kernels.Plain, kernels.Compiled):
-        for module in ("recompute_search", "pair_search"):
-            monkeypatch.setattr(
-                f"megatron_zb.schedules.search.{module}.engine", lambda _, m=made: m()
-            )
+        for module in (recomputation, pairs):
+            monkeypatch.setattr(module, "engine", lambda _, m=made: m())
         found.append(search_paired_recompute("any", problem, Effort(60, 2000), 0.0, []))
     assert found[0] == found[1]
     assert found[0] is not None and found[0].pairs and found[0].recomputed
@@ -100,7 +102,7 @@ def test_the_inner_loops_time_what_they_find_as_the_simulator_does() -> None:
     problem = Problem(place, 6, costs.for_placement(place), (1.4,) * 3)
     found = search_paired_recompute("any", problem, Effort(60, 1000), 0.0, [])
     assert found is not None
-    runner = paired_recompute._PairedRecomputeRunner(problem, Effort(1, 1))
+    runner = pairs._PairedRecomputeRunner(problem, Effort(1, 1))
     codes = runner.coded([[p for p in rank if p.kind is not R] for rank in found.ranks])
     m = problem.num_microbatches
     flags = [0] * runner.block
@@ -128,7 +130,7 @@ def test_what_is_made_again_exchanges_again() -> None:
 def test_below_1f1bs_memory_pairs_with_recomputed_units_beat_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(placement_search, "RECOMPUTE_SECONDS", 2.0)
+    monkeypatch.setattr(recomputation, "SECONDS", 2.0)
     costs = costs_of(4)
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 12, "memory_limit": 0.5}
     made = {

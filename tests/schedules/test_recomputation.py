@@ -17,12 +17,13 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, with_all_kept
+from megatron_zb.schedules.features import recomputation
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.lowering import Run, lower, peak_with_messages
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, wave
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
-from megatron_zb.schedules.search import kernels, recompute_search
+from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.search.hill_climbing import Effort
 from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.simulator import simulate
@@ -154,7 +155,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
 def test_every_search_keeps_rules_limit_and_bound(found: tuple[Problem, Costs]) -> None:
     problem, costs = found
     bound = lower_bound(problem.placement, problem.num_microbatches, problem.costs, problem.limit)
-    schedule = recompute_search.search_recompute("any", problem, Effort(30, 60), bound, [])
+    schedule = recomputation.search_recompute("any", problem, Effort(30, 60), bound, [])
     if schedule is None:  # the W of other chunks may need the room
         return
     timeline = simulate(schedule.validate(), costs)
@@ -172,8 +173,8 @@ def test_compiled_or_not_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch)
     found = []
     for engine in (kernels.Plain, kernels.Compiled):
         made = engine()
-        monkeypatch.setattr(recompute_search, "engine", lambda passes, made=made: made)
-        found.append(recompute_search.search_recompute("any", problem, Effort(20, 200), 0.0, []))
+        monkeypatch.setattr(recomputation, "engine", lambda passes, made=made: made)
+        found.append(recomputation.search_recompute("any", problem, Effort(20, 200), 0.0, []))
     assert found[0] == found[1]
     assert found[0] is not None
     assert found[0].recomputed

@@ -21,7 +21,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange, step_plan, waiting_kernels
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.request import Limit, Request
-from megatron_zb.schedules.search import placement_search, varied_passes
+from megatron_zb.schedules.search import varied_passes
 
 RECORDED = Path(__file__).parent / "recorded"
 pytestmark = OF_PYTHON
@@ -89,8 +89,8 @@ def result(name: str, given: dict[str, Any]) -> str:
 @pytest.mark.parametrize("kind", COUNTS)
 def test_a_request_is_built_as_it_was(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind != schedule_digest.PLAIN:
-        for name, brief in schedule_digest._SECONDS.items():
-            monkeypatch.setattr(placement_search, name, brief)
+        for module, name, brief in schedule_digest.BRIEF:
+            monkeypatch.setattr(module, name, brief)
     requests = schedule_digest.requests(kind, COUNTS[kind], seed=7)
     lines = [f"{i}: {result(*each)}" for i, each in enumerate(requests)]
     assert_as_recorded("\n".join(lines), RECORDED / f"{kind.replace(' ', '_')}.txt")

@@ -13,16 +13,16 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.recomputation import Recomputation
-from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.request import keeps
-from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.sliced_memory import (
+from megatron_zb.schedules.features.sliced_memory import (
     _with_early_weights,
     fitted,
     least_with_recomputation,
     with_recomputation,
 )
-from megatron_zb.schedules.slices import SlicedRules, Slicing
+from megatron_zb.schedules.features.slices import SlicedRules, Slicing
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.request import keeps
+from megatron_zb.schedules.simulator import simulate
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 

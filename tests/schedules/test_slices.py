@@ -20,6 +20,8 @@ from megatron_zb.job.settings import ScheduleSettings
 from megatron_zb.job.shared_build import pack, unpack
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule, JobSizes
 from megatron_zb.schedules import Costs, InvalidSchedule, Pass, PassKind, Schedule, lower, simulate
+from megatron_zb.schedules.features.sliced_bounds import sliced_bound
+from megatron_zb.schedules.features.slices import SlicedRules, Slicing, least_tokens, slicing_of
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.lowering import WaitReceive
 from megatron_zb.schedules.placement import looped, v_shape
@@ -29,8 +31,6 @@ from megatron_zb.schedules.search.kernels import Plain
 from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
 from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.search.runner import Runner
-from megatron_zb.schedules.sliced_bounds import sliced_bound
-from megatron_zb.schedules.slices import SlicedRules, Slicing, least_tokens, slicing_of
 
 F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 NAMES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from megatron_zb import schedules
 from megatron_zb.job.shared_build import pack, unpack
 from megatron_zb.schedules import Costs, InvalidSchedule, Pass, PassKind, Schedule, lower, simulate
+from megatron_zb.schedules.features.slices import Slicing, slicing_of
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.request import LimitTooSmall
 from megatron_zb.schedules.simulator import Timeline
-from megatron_zb.schedules.slices import Slicing, slicing_of
 
 F, B, W, BW, O, P, V, E, G = map(PassKind, ("F", "B", "W", "BW", "O", "P", "V", "E", "G"))  # noqa: E741
 NAMES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto")

@@ -221,9 +221,12 @@ def test_frozen_weights_shorten_w_and_whole_backwards() -> None:
 @given(st.lists(st.floats(0.1, 100.0), min_size=1, max_size=8))
 def test_equal_work_in_all_is_that_of_the_model(tokens: list[float]) -> None:
     rows = costs_of_work(_costs(2), Lengths.of(tokens), ATTENTION).microbatches
-    for name in ("forward", "backward", "weight", "activation"):
-        total = sum(getattr(row, name)[0] for row in rows)
-        assert total == pytest.approx(len(tokens) * getattr(_costs(2), name)[0])
+    one = _costs(2)
+    for kind in (PassKind.F, PassKind.B, PassKind.W):
+        total = sum(row.seconds[kind][0] for row in rows)
+        assert total == pytest.approx(len(tokens) * one.seconds[kind][0])
+    held = sum(row.memory["activation"][0] for row in rows)
+    assert held == pytest.approx(len(tokens) * one.memory["activation"][0])
 
 
 @pytest.mark.parametrize(

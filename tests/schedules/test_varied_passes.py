@@ -33,8 +33,8 @@ def test_passes_vary_as_they_should() -> None:
         looped(2)
     )
     drawn = varied(table, 2000, 0.1, random.Random(1))
-    for name, seconds in (("forward", 2.0), ("backward", 1.0), ("weight", 3.0)):
-        found = [value for row in drawn.microbatches for value in getattr(row, name)]
+    for kind, seconds in ((PassKind.F, 2.0), (PassKind.B, 1.0), (PassKind.W, 3.0)):
+        found = [value for row in drawn.microbatches for value in row.seconds[kind]]
         assert fmean(found) == pytest.approx(seconds, rel=0.01)
         assert pstdev(found) == pytest.approx(0.1 * seconds, rel=0.05)
         assert max(found) <= seconds * (1 + 0.1 * 3**0.5)

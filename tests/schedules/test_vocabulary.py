@@ -12,12 +12,11 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.features.vocabulary import Vocabulary
+from megatron_zb.schedules.features.vocabulary import Vocabulary, VocabularyRules
 from megatron_zb.schedules.interchange import from_csv, to_csv
 from megatron_zb.schedules.lowering import PostReceive, Run, Send, WaitReceive
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
-from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 
 pytestmark = pytest.mark.usefixtures("brief_searches")

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_zb.plan import workers
+from megatron_zb.schedules.features import pairs, vocabulary
 from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search import hill_climbing, kernels, place_vocabulary, placement_search
+from megatron_zb.schedules.search import hill_climbing, kernels, placement_search
 from megatron_zb.schedules.search.hill_climbing import Found, Problem, search
 from megatron_zb.schedules.search.runner import Effort
 
-_search_pairs = placement_search.search_pairs
+_search_pairs = pairs.search_pairs
 _NO_EFFORT = Effort(0, 0)
 _MOST = Effort(runs=100, moves=1000)
 _MOST_WALKED = Effort(runs=60, moves=500)
@@ -32,9 +33,9 @@ def briefly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if "TESTS_FULL" not in os.environ:
             patch.setattr(placement_search, "search", brief_search)
-            patch.setattr(place_vocabulary, "search", brief_search)
+            patch.setattr(vocabulary, "search", brief_search)
             patch.setattr(hill_climbing, "engine", lambda passes: kernels.engine(float("inf")))
-            for module in (placement_search, place_vocabulary):
+            for module in (pairs, vocabulary):
                 patch.setattr(module, "search_pairs", brief_search_of_pairs)
             # a planner's other processes would search at length, once it has taken a while
             patch.setattr(workers, "AFTER", math.inf)
@@ -46,9 +47,9 @@ def at_length() -> Iterator[None]:
     """Let searches take their whole effort, within the context of brief ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement_search, "search", search)
-        patch.setattr(place_vocabulary, "search", search)
+        patch.setattr(vocabulary, "search", search)
         patch.setattr(hill_climbing, "engine", kernels.engine)
-        for module in (placement_search, place_vocabulary):
+        for module in (pairs, vocabulary):
             patch.setattr(module, "search_pairs", _search_pairs)
         yield
 

@@ -6,7 +6,7 @@ from brief_searches import briefly
 
 from megatron_zb import schedules
 from megatron_zb.schedules import Costs
-from megatron_zb.schedules.features.communication import Communication
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.search import kernels
 

@@ -50,8 +50,8 @@ from megatron_zb.megatron_core.random_streams import global_parameters, initiali
 from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_lm.models import naming_chunk
 from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.schedules.layout import Layers
-from megatron_zb.schedules.slices import Slicing
 
 SEQUENCE, VOCABULARY = 16, 64
 FIRST_WITH_HYBRIDS = (0, 19)

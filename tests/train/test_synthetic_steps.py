@@ -10,8 +10,8 @@ import pytest
 
 from megatron_zb import schedules
 from megatron_zb.runtime.executor import Side
-from megatron_zb.schedules.features.communication import Communication
 from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import v_shape
 from megatron_zb.train import synthetic_steps

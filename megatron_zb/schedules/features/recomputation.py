@@ -1,18 +1,23 @@
 """Recomputation: F of a unit keeps only its input, and R makes its activation again before B.
 
 As in *Training Deep Nets with Sublinear Memory Cost* (arXiv 1604.06174), for a whole stage at once.
-Which units are recomputed is a part of the search: see :mod:`search.recompute_search`.
+
+Memory buys time in two ways: another order holds less, and a unit that is recomputed holds only its
+input until R computes its activation. Neither by itself is good below half of 1F1B's memory. So
+
+1. orders are found as if every unit were recomputed in part, for less memory and a longer B;
+2. units are kept as long as there is room;
+3. a local search moves passes, R among them, and changes what is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from megatron_zb.schedules.costs import (
     Costs,
-    Feature,
     Scale,
     added,
     check_table,
@@ -21,13 +26,28 @@ from megatron_zb.schedules.costs import (
     seconds_of,
     times,
 )
-from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.features.recompute_or_offload import RecomputeOrOffload
+from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search.hill_climbing import search
+from megatron_zb.schedules.search.inner_loops import PairCosts, RecomputeCosts
+from megatron_zb.schedules.search.kernels import engine
+from megatron_zb.schedules.search.place_w import fuse_for_free
+from megatron_zb.schedules.search.placement_search import LimitedSearch
+from megatron_zb.schedules.search.problem import Problem
+from megatron_zb.schedules.search.runner import RECOMPUTE, Coded, Effort, Runner, effort_of
 from megatron_zb.schedules.stage_costs import StageCosts
+
+SECONDS = 12.0
+"""Approximate seconds of the search for what is recomputed, on one placement."""
+
+QUICK_SECONDS = 1.5
+"""Those of a request that is quick."""
 
 
 @dataclass(frozen=True)
-class Recomputation(Feature):
+class Recomputation(RecomputeOrOffload):
     """The choice to recompute activations before B.
 
     Args:
@@ -37,7 +57,7 @@ class Recomputation(Feature):
     """
 
     name: ClassVar[str] = "recomputation"
-    drops: ClassVar[bool] = True
+    turn: ClassVar[int] = 1
 
     kept_input: float
     seconds: Sequence[float] | None = None
@@ -66,3 +86,224 @@ class Recomputation(Feature):
         kept = tuple(min(self.kept_input, of_stage) for of_stage in held)
         memory = {**table.memory, "kept_input": kept}
         return replace(table.with_seconds({PassKind.R: again}), memory=memory)
+
+    def within_limit(self, search: LimitedSearch) -> Iterable[Schedule]:
+        """Return the fastest order that a search finds, with R where units are recomputed."""
+        effort = effort_of(search.problem, seconds_of_search(search), RECOMPUTE)
+        found = search_recompute(search.name, search.problem, effort, search.bound, search.starts)
+        return [] if found is None else [fuse_for_free(found, search.request.costs)]
+
+
+def seconds_of_search(search: LimitedSearch) -> float:
+    """Return the approximate seconds of a search for what is recomputed."""
+    return QUICK_SECONDS if search.request.quick else SECONDS
+
+
+# --- search
+
+
+# Shares of units that are recomputed while an order is looked for: of the chunks of a rank that
+# hold their activations longest, the first half, and of the others.
+_SHARES = ((1.0, 1.0), (0.9, 0.9), (0.75, 0.75), (0.5, 0.5), (0.25, 0.25), (1.0, 0.0), (0.5, 0.0))
+_THRESHOLD = 0.3  # the loss that polishing accepts at first, in mean passes
+_LEAST = 1e-6  # of an activation: orders are found for memory that is not nothing
+_POOL = 3  # starts that are polished further, the fastest ones
+_LAST_THRESHOLDS = (0.3, 0.15, 0.3, 0.15)
+
+
+def search_recompute(
+    name: str, problem: Problem, effort: Effort, lower_bound: float, known: Iterable[Schedule]
+) -> Schedule | None:
+    """Return the fastest schedule found that keeps the limit, with R where units are recomputed.
+
+    ``known`` are schedules of the placement, whatever they hold, whose orders take part. None if
+    none was found.
+    """
+    runner = RecomputeRunner(problem, effort)
+    good_enough = lower_bound * (1 + 1e-9)
+    orders = [*(s.ranks for s in known), *_mixed_orders(problem, effort)]
+    starts = [coded for order in orders if (coded := runner.with_recompute(order)) is not None]
+    if not starts:
+        return None
+    moves = effort.moves // (2 * len(starts))
+    polished = sorted(
+        (
+            runner.polished(start, moves, _THRESHOLD, good_enough, number)
+            for number, start in enumerate(starts)
+        ),
+        key=lambda entry: entry[0],
+    )
+    pool = polished[:_POOL]
+    moves = effort.moves // (2 * len(pool) * len(_LAST_THRESHOLDS))
+    for number, threshold in enumerate(_LAST_THRESHOLDS):
+        for place, (seconds, coded) in enumerate(pool):
+            if pool[0][0] > good_enough:
+                found = runner.polished(coded, moves, threshold, good_enough, 100 + number)
+                pool[place] = min((seconds, coded), found, key=lambda entry: entry[0])
+    return runner.schedule(name, min(pool, key=lambda entry: entry[0])[1])
+
+
+def _mixed_orders(problem: Problem, effort: Effort) -> Iterator[tuple[tuple[Pass, ...], ...]]:
+    """Yield orders found for costs of units that are recomputed in part."""
+    runs = Effort(effort.runs // (2 * len(_SHARES)), effort.runs * 10 // len(_SHARES))
+    for mixed in mixed_problems(problem):
+        yield search(mixed, runs, 0.0).ranks
+
+
+def mixed_problems(problem: Problem) -> Iterator[Problem]:
+    """Yield problems whose units are recomputed in part, twice as many as there are shares at most.
+
+    With all memory, and with room for one activation that is being recomputed.
+    """
+    placement = problem.placement
+    ranks = range(placement.pipeline_size)
+    room = [
+        max(
+            problem.costs.memory["activation"][s] - problem.costs.memory["kept_input"][s]
+            for s in placement.stages_of[r]
+        )
+        for r in ranks
+    ]
+    for shares in _SHARES:
+        mixed = replace(problem, costs=_mixed(placement, problem.costs, shares))
+        for free in (0.0, 1.0):
+            limit = tuple(
+                most - free * extra for most, extra in zip(problem.limit, room, strict=True)
+            )
+            if all(mixed.smallest_limit(r) <= limit[r] for r in ranks):
+                yield replace(mixed, limit=limit)
+
+
+def _mixed(placement: Placement, costs: StageCosts, shares: tuple[float, float]) -> StageCosts:
+    """Return the costs with these shares of units recomputed: less memory, and a longer B."""
+    chunks = placement.chunks
+    share = [
+        shares[2 * placement.chunk_of(s) >= chunks] if s < placement.num_stages - 1 else 0.0
+        for s in range(placement.num_stages)
+    ]
+    rows = {id(row): _mixed(placement, row, shares) for row in costs.microbatches}
+
+    def less(held: Sequence[float]) -> tuple[float, ...]:
+        each = zip(held, costs.memory["kept_input"], share, strict=True)
+        return tuple(max(_LEAST * h, h - x * max(0.0, h - i)) for h, i, x in each)
+
+    def longer(seconds: Sequence[float]) -> tuple[float, ...]:
+        again = costs.seconds[PassKind.R]
+        return tuple(t + x * r for t, r, x in zip(seconds, again, share, strict=True))
+
+    backward = {kind: longer(costs.seconds[kind]) for kind in (PassKind.B, PassKind.BW)}
+    return replace(
+        costs.with_seconds(backward),
+        memory={name: less(costs.memory[name]) for name in ("activation", "held_for_weight")},
+        microbatches=tuple(rows[id(row)] for row in costs.microbatches),
+    )
+
+
+@dataclass
+class _Rank:
+    """Codes of one rank's passes while R is put in, and the memory held after each."""
+
+    codes: list[int]
+    held: list[float]
+
+    def put(self, code: int, change: float) -> None:
+        self.codes.append(code)
+        self.held.append((self.held[-1] if self.held else 0.0) + change)
+
+    def has_room(self, extra: float, limit: float) -> bool:
+        return (self.held[-1] if self.held else 0.0) + extra <= limit
+
+
+class RecomputeRunner(Runner):
+    """Runner on a problem whose orders have an R of every unit."""
+
+    def __init__(
+        self, problem: Problem, effort: Effort, pair_costs: PairCosts | None = None
+    ) -> None:
+        make = engine(float(effort.runs + effort.moves) * problem.num_passes)
+        last, m = problem.placement.num_stages - 1, problem.num_microbatches
+        stages, rows = range(last + 1), [problem.costs.of(j) for j in range(m)]
+        self._saved = make.floats(
+            [
+                row.memory["activation"][s] - row.memory["kept_input"][s] if s < last else 0.0
+                for s in stages
+                for row in rows
+            ]
+        )
+        seconds = make.floats([row.seconds[PassKind.R][s] for s in stages for row in rows])
+        super().__init__(problem, make, pair_costs, RecomputeCosts(seconds, self._saved))
+
+    def with_recompute(
+        self, ranks: Sequence[Sequence[Pass]], paired: Collection[Pass] = ()
+    ) -> Coded | None:
+        """Encode an order, with R right before each B and kept what there is room for.
+
+        R of a B that is paired comes before the pair. A W that stands too late comes earlier where
+        its memory is needed. None if that does not help.
+        """
+        recomputed = [0] * self.block
+        found: list[int] = []
+        for rank, passes in enumerate(ranks):
+            line = self._with_r(rank, passes, paired)
+            if line is None:
+                return None
+            self._keep(line, float(self.inputs.limit[rank]), recomputed)
+            found += line.codes
+        return self.engine.integers(found), self.engine.integers(recomputed)
+
+    def _with_r(self, rank: int, passes: Sequence[Pass], paired: Collection[Pass]) -> _Rank | None:
+        """Return a rank's codes with everything recomputed that can be."""
+        block, limit = self.block, float(self.inputs.limit[rank])
+        memory, line = self.inputs.memory, _Rank([], [])
+        pending: list[int] = []  # units whose W is to come
+
+        def make_room(extra: float) -> None:
+            while pending and not line.has_room(extra, limit):
+                code = 2 * block + pending.pop(0)
+                line.put(code, float(memory[code]))
+
+        for place, p in enumerate(passes):
+            unit = self._unit(p)
+            saved = float(self._saved[unit])
+            if p.kind is PassKind.F:
+                need = float(memory[unit]) - saved
+                if p in paired:
+                    again = self._unit(passes[place + 1])
+                    make_room(need + float(self._saved[again]))
+                    line.put(3 * block + again, float(self._saved[again]))
+                else:
+                    make_room(need)
+                line.put(unit, need)
+            elif p.kind in (PassKind.B, PassKind.BW):
+                if place == 0 or passes[place - 1] not in paired:
+                    make_room(saved)
+                    line.put(3 * block + unit, saved)
+                line.put(block + unit, float(memory[block + unit]))
+                pending.append(unit)
+            if p.kind is PassKind.BW or (p.kind is PassKind.W and unit in pending):
+                pending.remove(unit)
+                line.put(2 * block + unit, float(memory[2 * block + unit]))
+        line.codes += [2 * block + unit for unit in pending]
+        return line if max(line.held) <= limit else None
+
+    def _unit(self, p: Pass) -> int:
+        return p.stage * self.problem.num_microbatches + p.microbatch
+
+    def _keep(self, line: _Rank, limit: float, recomputed: list[int]) -> None:
+        """Keep what there is room for, the units first whose B follows their F soonest."""
+        block = self.block
+        place = {code: i for i, code in enumerate(line.codes)}
+        units = [code for code in line.codes if code < block]
+        for unit in sorted(units, key=lambda u: (place[3 * block + u] - place[u], u)):
+            saved = float(self._saved[unit])
+            span = range(place[unit], place[3 * block + unit])
+            if saved <= 0.0 or all(line.held[i] + saved <= limit for i in span):
+                for i in span:
+                    line.held[i] += saved
+            else:
+                recomputed[unit] = 1
+
+    def schedule(self, name: str, coded: Coded) -> Schedule:
+        """Decode a schedule; what is kept has no R."""
+        problem = self.problem
+        return Schedule(name, problem.placement, problem.num_microbatches, self.passes(coded))

@@ -15,7 +15,7 @@ from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
-from megatron_zb.schedules.rules import TRAINING, TrainingRules, VocabularyRules
+from megatron_zb.schedules.rules import TRAINING, TrainingRules
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.inner_loops import INFINITY, Gaps, GapSpace
 from megatron_zb.schedules.search.kernels import Engine, engine
@@ -143,7 +143,7 @@ class GapFiller:
     ) -> None:
         placement, costs, limit = problem.placement, problem.costs, problem.limit
         self._placement, self._engine = placement, engine
-        self._rules = problem.rules.over(VocabularyRules(()))
+        self._rules = problem.rules
         self._m = m = problem.num_microbatches
         self._units = self._rules.turns(self._rules.by_kind[_F], range(m))
         split = not any(p.kind is _BW for passes in order for p in passes)

@@ -17,7 +17,7 @@ from recompute_offload import with_recompute_offload
 from megatron_zb import schedules
 from megatron_zb.runtime.activation_memory import StreamEngines
 from megatron_zb.schedules import Schedule
-from megatron_zb.schedules.slices import Slicing
+from megatron_zb.schedules.features.slices import Slicing
 from sanitizer.device import noting
 from sanitizer.plants import planted
 

@@ -13,13 +13,14 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from megatron_zb.schedules.features.offload import place_offload
+from megatron_zb.schedules.features.slices import STAYS
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.place_offload import place_offload
 from megatron_zb.schedules.search.place_w import split_all
 from megatron_zb.schedules.simulator import Timeline, simulate
-from megatron_zb.schedules.stage_costs import Priced
+from megatron_zb.schedules.stage_costs import Priced, StageCosts
 
 _BACKWARD = (PassKind.B, PassKind.BW)
 _ROUNDING = 1 + 1e-9
@@ -85,11 +86,24 @@ def with_recomputation(
     return replace(schedule, ranks=tuple(ranks))
 
 
+def _with_least(costs: StageCosts) -> StageCosts:
+    """Return the costs with what stays of a slice that can only be offloaded: keys and values."""
+    if "kept_input" in costs.memory:
+        return costs
+    none = (0.0,) * len(costs.memory["activation"])
+    rows = {id(row): _with_least(row) for row in costs.microbatches}
+    return replace(
+        costs,
+        memory={**costs.memory, "kept_input": costs.memory.get(STAYS, none)},
+        microbatches=tuple(rows[id(row)] for row in costs.microbatches),
+    )
+
+
 class _SlicedRank:
     """The passes of a rank, with an R for every slice that may be recomputed, and what is held."""
 
     def __init__(self, timeline: Timeline, rank: int) -> None:
-        schedule, self._costs = timeline.schedule, timeline.costs
+        schedule, self._costs = timeline.schedule, _with_least(timeline.costs)
         times = zip(schedule.ranks[rank], timeline.start[rank], timeline.end[rank], strict=True)
         self._line: list[Pass] = []
         self._forward: dict[tuple[int, int], tuple[int, float]] = {}

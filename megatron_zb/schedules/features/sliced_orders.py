@@ -27,23 +27,22 @@ from megatron_zb.schedules.families import (
     v_min_offsets,
     v_zb_offsets,
 )
-from megatron_zb.schedules.features.vocabulary import Vocabulary
+from megatron_zb.schedules.features.sliced_bounds import sliced_bound
+from megatron_zb.schedules.features.sliced_memory import fitted, least_with_recomputation
+from megatron_zb.schedules.features.slices import SlicedCosts, SlicedRules, Slicing, in_units
+from megatron_zb.schedules.features.vocabulary import Vocabulary, fastest_with_vocabulary
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 from megatron_zb.schedules.request import Limit, LimitTooSmall, Request, keeps
 from megatron_zb.schedules.schedule import Report, Schedule
-from megatron_zb.schedules.search.place_vocabulary import fastest_with_vocabulary
 from megatron_zb.schedules.search.place_w import (
     fuse_for_free,
     least_memory,
     place_weight_gradients,
     split_all,
 )
-from megatron_zb.schedules.search.placement_search import search_placement
+from megatron_zb.schedules.search.placement_search import PlacementSearch
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.sliced_bounds import sliced_bound
-from megatron_zb.schedules.sliced_memory import fitted, least_with_recomputation
-from megatron_zb.schedules.slices import SlicedCosts, SlicedRules, Slicing, in_units
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,7 @@ class SlicedOrders:
         """Return the best that a search finds from a block's own order; see :meth:`filled`."""
         held = self._peak(peak)
         known = self._known(name, block.placement, self._repeated(block), held)
-        return search_placement(name, block.placement, self.request, held, known=known)
+        return PlacementSearch(name, block.placement, self.request, held, known=known).run()
 
     def with_vocabulary(self, family: SlicedFamily) -> Schedule:
         """Return a searched schedule with the passes of vocabulary parallelism.
@@ -378,9 +377,8 @@ class SlicedOrders:
             fitting = [it for it in timelines if keeps(it.peak_memory, limits)]
             if fitting:
                 return min(fitting, key=self.request.seconds).schedule
-        return search_placement(
-            "auto", placement, self.request, most, known=known, seconds=_SECONDS[is_v]
-        )
+        search = PlacementSearch("auto", placement, self.request, most, known=known)
+        return replace(search, seconds=_SECONDS[is_v]).run()
 
 
 def _within_one_f_one_b(request: Request) -> Request:
