@@ -387,7 +387,7 @@ class ShapedChannels:
         return self._of_activations.pop((channel, message.stage, message.microbatch), None)
 
     def _is_of_model(self, message: Message | None) -> TypeGuard[Message]:
-        return message is not None and message.stage < self._num_stages
+        return is_between_stages(message, self._num_stages)
 
     def between_passes(self, launches_little: bool = False) -> None:
         """Release the sends that have been taken, and keep the host from running too far ahead."""
@@ -399,6 +399,11 @@ class ShapedChannels:
         self._headers.finish()
         self._channels.finish()
         self._of_activations.clear()  # of forwards alone, nothing returns
+
+
+def is_between_stages(message: Message | None, num_stages: int) -> TypeGuard[Message]:
+    """Return whether a message is an activation or its gradient between two stages of a model."""
+    return message is not None and message.stage < num_stages and message.made_by is None
 
 
 class KnownShapes:
@@ -427,7 +432,7 @@ class KnownShapes:
         Raises:
             UsageError: it has another shape than the one that its reader knows.
         """
-        if message is not None and message.stage < self._num_stages:
+        if is_between_stages(message, self._num_stages):
             known = self._shape_of(message)
             if tensor.shape != known:
                 raise UsageError(

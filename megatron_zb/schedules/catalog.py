@@ -14,6 +14,7 @@ from megatron_zb.schedules import placement as placements
 from megatron_zb.schedules.auto import auto, candidates, candidates_with_vocabulary
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, check_number
+from megatron_zb.schedules.features.part import Part
 from megatron_zb.schedules.features.sliced_orders import SlicedFamily, SlicedOrders, build_sliced
 from megatron_zb.schedules.features.slices import Slicing, of_table
 from megatron_zb.schedules.features.vocabulary import Vocabulary, fastest_with_vocabulary
@@ -469,7 +470,9 @@ def from_table(name: str, table: str, request: Mapping[str, Any]) -> Schedule:
     """
     slicing = Slicing.given(request.get("slices") or 1)
     change = None if slicing.slices == 1 else partial(of_table, slicing=slicing)
-    return interchange.from_csv(table, name=family(name).name, change=change)
+    costs = request.get("costs")
+    parts = [it for it in costs.features if isinstance(it, Part)] if costs is not None else []
+    return interchange.from_csv(table, name=family(name).name, change=change, parts=parts)
 
 
 def _check_placement(

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_zb import files
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules.features.part import Part
 from megatron_zb.schedules.features.vocabulary import (
     PREDICTION_KINDS,
     EmbeddingRules,
@@ -47,7 +48,7 @@ from megatron_zb.schedules.units import UPDATE
 _LETTER = {it.kind: it.letter or str(it.kind) for it in (*PREDICTION_KINDS, UPDATE)}
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
 _OF_SHARDS = {it.kind for it in PREDICTION_KINDS if it.home not in (Home.STAGES, Home.INNER)}
-_CELL = re.compile(rf"([0-9]+)([{''.join(_KIND)}])([0-9]+)")
+_CELL = re.compile(r"([0-9]+)([A-Z])([0-9]+)")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _REDUCTION = re.compile(r"[0-9]+REDUCE_GRAD")
 _COMMUNICATION = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
@@ -122,12 +123,14 @@ def from_csv(
     *,
     name: str | None = None,
     change: Callable[[Schedule], Schedule] | None = None,
+    parts: Sequence[Part] = (),
 ) -> Schedule:
     """Read a compute-only table, from a text (str) or a file (Path), and validate it.
 
     The rank of a stage is the row that runs it; every row must run equally many stages. The name
     is that of the file when left out, the rules are those of its passes. ``change`` makes what is
-    validated of that, where a table says less than its schedule.
+    validated of that, where a table says less than its schedule. ``parts`` are further kinds of
+    passes that the table has.
 
     Raises:
         UsageError: the file cannot be read, or the table breaks a rule (InvalidSchedule); the
@@ -137,13 +140,16 @@ def from_csv(
         text, name = _read(source), name or source.name
     else:
         text, name = source, name or "table"
-    rows = _cells(name, text)
+    kinds = _KIND | {part.letter: part.kind.kind for part in parts}
+    rows = _cells(name, text, kinds)
     placement = _infer_placement(name, rows)
     num_microbatches = 1 + max(cell.work.microbatch for row in rows for cell in row)
     ranks = tuple(tuple(cell.work for cell in row) for row in rows)
     pairs = frozenset(cell.work for row in rows for cell in row if cell.paired)
     rules = rules_of(ranks)
     schedule = Schedule(name, placement, num_microbatches, ranks, rules=rules, pairs=pairs)
+    for part in parts:
+        schedule = part.ruled(schedule)
     if change is not None:
         schedule = change(schedule)
     try:
@@ -183,7 +189,7 @@ def _read(path: Path) -> str:
         raise UsageError(f"cannot read '{path}': it is no text in UTF-8") from error
 
 
-def _cells(name: str, text: str) -> list[list[_Cell]]:
+def _cells(name: str, text: str, kinds: Mapping[str, PassKind]) -> list[list[_Cell]]:
     """Return the passes of every row; empty lines at the end of the text are no rows."""
     rows: list[list[_Cell]] = []
     left = _MOST_CELLS
@@ -196,7 +202,7 @@ def _cells(name: str, text: str) -> list[list[_Cell]]:
                 cell
                 for column, text in enumerate(texts, start=1)
                 if text.strip() and not _REDUCTION.fullmatch(text.strip())
-                for cell in _parse(name, row, column, text.strip())
+                for cell in _parse((name, row, column), text.strip(), kinds)
             ]
         )
     while rows and not rows[-1]:
@@ -213,21 +219,22 @@ def _split(name: str, text: str) -> Iterator[tuple[int, list[str]]]:
         raise UsageError(f"{name}: the text is no CSV: {error}") from error
 
 
-def _parse(name: str, row: int, column: int, text: str) -> Iterator[_Cell]:
-    match = _PAIR.fullmatch(text)
+def _parse(at: tuple[str, int, int], text: str, kinds: Mapping[str, PassKind]) -> Iterator[_Cell]:
+    match, column = _PAIR.fullmatch(text), at[-1]
     if match is None:
-        yield _Cell(_parse_pass(name, row, column, text), column)
+        yield _Cell(_parse_pass(at, text, kinds), column)
         return
-    forward, backward = (_parse_pass(name, row, column, part.strip()) for part in match.groups())
+    forward, backward = (_parse_pass(at, part.strip(), kinds) for part in match.groups())
     yield _Cell(forward, column, paired=True)
     yield _Cell(backward, column)
 
 
-def _parse_pass(name: str, row: int, column: int, text: str) -> Pass:
+def _parse_pass(at: tuple[str, int, int], text: str, kinds: Mapping[str, PassKind]) -> Pass:
+    name, row, column = at
     shown = repr(text if len(text) <= 24 else text[:21] + "...")
     where = f"{name}: row {row}, column {column}"
     match = _CELL.fullmatch(text)
-    if match is None:
+    if match is None or match[2] not in kinds:
         if _COMMUNICATION.fullmatch(text):
             raise UsageError(f"{where}: {shown} is a message: give the compute-only table")
         raise UsageError(
@@ -236,7 +243,7 @@ def _parse_pass(name: str, row: int, column: int, text: str) -> Pass:
     stage, letter, microbatch = match.groups()
     if max(len(stage), len(microbatch)) > _MOST_DIGITS:
         raise UsageError(f"{where}: {shown} has a number of more than {_MOST_DIGITS} digits")
-    return Pass(_KIND[letter], int(stage), int(microbatch))
+    return Pass(kinds[letter], int(stage), int(microbatch))
 
 
 def _infer_placement(name: str, rows: Sequence[Sequence[_Cell]]) -> Placement:

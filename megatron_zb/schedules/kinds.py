@@ -81,6 +81,8 @@ class Kind:
     another one of its unit, ``requires`` a later one and ``excludes`` others. ``pairs_with`` is the
     kind that it may run as one with. ``rule`` names what an order breaks that has it elsewhere.
     ``letter`` stands for the kind in tables for torch.distributed.pipelining, if not its name.
+    A kind ``is_further`` whose messages say their kind, since F or B of the unit send theirs the
+    same way.
     """
 
     kind: PassKind
@@ -99,6 +101,7 @@ class Kind:
     pairs_with: PassKind | None = None
     rule: str = "order"
     letter: str = ""
+    is_further: bool = False
 
     @property
     def roles(self) -> tuple[PassKind, ...]:

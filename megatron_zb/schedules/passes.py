@@ -176,13 +176,15 @@ class Message(NamedTuple):
     ``is_gradient`` is true for an output gradient, false for an activation; ``stage`` is the
     *reading* stage. A message that a *step is done* carries no tensor of the model: it tells the
     first stage that rank ``done_by`` has updated its students in step ``microbatch``: a later one
-    may begin.
+    may begin. ``made_by`` is the kind of a further pass (:class:`~features.part.Part`), whose
+    messages go beside those of F and B; None for these.
     """
 
     is_gradient: bool
     stage: int
     microbatch: int
     done_by: int | None = None
+    made_by: PassKind | None = None
 
     @property
     def is_step_done(self) -> bool:

@@ -167,6 +167,8 @@ class Rules:
         ``placement`` is None where nobody knows it yet.
         """
         kind = "the gradient" if message.is_gradient else "the activation"
+        if message.made_by is not None:
+            kind = f"what {message.made_by} sends"
         return f"{kind} for stage {message.stage}, microbatch {message.microbatch}"
 
     def awaited_in_words(self, placement: Placement | None, message: Message, sender: str) -> str:

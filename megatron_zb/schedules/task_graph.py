@@ -237,7 +237,9 @@ class TaskGraph:
         if stage is None:
             is_read = code in self._more_readers
             return self.work.further_message(self.rows[row], unit) if is_read else None
-        return Message(self.rows[row].kind.is_gradient, stage, unit)
+        kind = self.rows[row].kind
+        made_by = kind.kind if kind.is_further else None
+        return Message(kind.is_gradient, stage, unit, made_by=made_by)
 
     @cached_property
     def _reading_stages(self) -> list[int | None]:

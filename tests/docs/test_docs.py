@@ -139,7 +139,7 @@ def total_order(name: str, p: int, m: int) -> list[str]:
         if isinstance(at, lowering.Run | lowering.RunPair):
             cells = {rank: str(at.work)}
         else:
-            _, stage, microbatch, _ = at.message
+            _, stage, microbatch, *_ = at.message
             read_by = f"{stage}{'B' if at.message.is_gradient else 'F'}{microbatch}"
             cells = {rank: f"take {read_by}"}
             if isinstance(at, lowering.Send):

@@ -61,6 +61,11 @@ class Part(Feature):
         return {"parts": words} | ({"parts that hold memory": words} if self.memory else {})
 
     @property
+    def letter(self) -> str:
+        """Letter of the passes in a table."""
+        return self.kind.letter or str(self.kind.kind)
+
+    @property
     def follows(self) -> PassKind:
         """Kind of the pass that a pass of this part follows."""
         return self.kind.needs[0].role
@@ -102,7 +107,7 @@ class Part(Feature):
     def kinds(self, rules: TrainingRules) -> Iterator[Kind]:
         """Yield the kind itself, and those of the rules that free its memory."""
         table = str(self.kind.kind)
-        yield replace(self.kind, memory=((table, 1),))
+        yield replace(self.kind, memory=((table, 1),), is_further=True)
         for kind in rules.kinds:
             if self.until in kind.roles:
                 yield replace(kind, memory=(*kind.memory, (table, -1)))
@@ -114,14 +119,18 @@ class Part(Feature):
         is the first, since nothing stands between the two. One that also reads what another rank
         sends stands where that has arrived.
         """
-        rules = schedule.rules
-        assert isinstance(rules, TrainingRules)
-        whole = replace(schedule, rules=replace(rules, more=(*rules.more, *self.kinds(rules))))
+        whole = self.ruled(schedule)
         if len(self.kind.needs) == 1:
             return replace(whole, ranks=tuple(tuple(self._behind(r, whole)) for r in whole.ranks))
         timeline = simulate(schedule, self.folded(costs))
         due = _Due(self, whole, timeline)
         return replace(whole, ranks=tuple(map(due.merged, range(len(whole.ranks)))))
+
+    def ruled(self, schedule: Schedule) -> Schedule:
+        """Return a schedule under rules with the kind, such as one whose table has its passes."""
+        rules = schedule.rules
+        assert isinstance(rules, TrainingRules)
+        return replace(schedule, rules=replace(rules, more=(*rules.more, *self.kinds(rules))))
 
     def follow(self, schedule: Schedule, p: Pass) -> bool:
         """Return whether a pass of this part follows another one."""
