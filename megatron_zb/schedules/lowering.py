@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeAlias
 
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.features.vocabulary import Vocabulary
+from megatron_zb.schedules.memory import walk
 from megatron_zb.schedules.passes import Channel, Message, Pair, Pass, PassKind
 from megatron_zb.schedules.rules import Moment
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
@@ -300,6 +301,10 @@ def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: 
     Args:
         message: memory of one message, in the same unit.
     """
+    order = (
+        program.schedule.memory_change(run.work, costs) for run in runs_of(program.ranks[rank])
+    )
+    steps = iter(walk(order))
     held = peak = 0.0
     posted = sent = 0
     for at in program.ranks[rank]:
@@ -311,10 +316,9 @@ def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: 
             sent += 1
         elif isinstance(at, Run | RunPair):
             sent = 0
-            for run in runs_of([at]):
-                change = program.schedule.memory_change(run.work, costs)
-                peak = max(peak, held + max(0.0, change) + message * posted)
-                held += change
+            for _ in runs_of([at]):
+                within, held = next(steps)
+                peak = max(peak, within + message * posted)
         peak = max(peak, held + message * (posted + sent))
     return peak
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_zb.schedules.costs import check_number
+from megatron_zb.schedules.memory import Held, peak, walk
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.rules import TRAINING, Rules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
@@ -135,33 +136,31 @@ class Timeline:
         Of every offloaded unit, from the end of its F, when the copy out begins, to the start of
         its B, which the copy in has ended before.
         """
-        held, curve = 0.0, []
+        found = []
         for p in self.schedule.ranks[rank]:
-            unit = (p.stage, p.microbatch)
-            if unit in self.schedule.offloaded and p.kind in (PassKind.B, PassKind.BW):
-                held -= self.costs.of(p.microbatch).memory["activation"][p.stage]
-            curve.append(held)
-            if unit in self.schedule.offloaded and p.kind is PassKind.F:
-                held += self.costs.of(p.microbatch).memory["activation"][p.stage]
-        return tuple(curve)
+            change = 0.0
+            if (p.stage, p.microbatch) in self.schedule.offloaded:
+                sign = {PassKind.F: 1, PassKind.B: -1, PassKind.BW: -1}.get(p.kind, 0)
+                change = sign * self.costs.of(p.microbatch).memory["activation"][p.stage]
+            found.append(change)
+        # the host takes at the end of a pass and frees at its start: the reverse of a device
+        return tuple(-held.within for held in walk(-change for change in found))
 
     def memory_curve(self, rank: int) -> tuple[float, ...]:
         """Return the memory held while each pass of a rank runs, in units of activation."""
-        return tuple(held for held, _ in self.memory_steps(rank))
+        return tuple(held.within for held in self.memory_steps(rank))
 
-    def memory_steps(self, rank: int) -> tuple[tuple[float, float], ...]:
+    def memory_steps(self, rank: int) -> tuple[Held, ...]:
         """Return the memory held while each pass of a rank runs and after it, in the same unit."""
-        held, steps = 0.0, []
+        found = []
         are_alike = not (self.costs.microbatches or self.schedule.recomputed)
         changes: dict[tuple[object, ...], float] = {}
         for p in self.schedule.ranks[rank]:
             key = p[:2] if are_alike else p
             if (change := changes.get(key)) is None:
                 change = changes[key] = self.schedule.memory_change(p, self.costs)
-            within = held + change if change > 0.0 else held
-            held += change
-            steps.append((within, held))
-        return tuple(steps)
+            found.append(change)
+        return tuple(walk(found))
 
 
 def peak_held_chunks(
@@ -170,13 +169,12 @@ def peak_held_chunks(
     recomputed: Collection[tuple[int, int]] = (),
 ) -> int:
     """Count the most chunk activations a rank holds at once, each whole until no pass needs it."""
-    held = peak = 0
+    changes = []
     for p in passes:
         kind = rules.kind(p.kind)
         assert kind is not None, f"{rules.name} has no {p.kind} passes"
-        held += kind.change_of_count(recomputed=(p.stage, p.microbatch) in recomputed)
-        peak = max(peak, held)
-    return peak
+        changes.append(kind.change_of_count(recomputed=(p.stage, p.microbatch) in recomputed))
+    return int(peak(changes))
 
 
 def simulate(schedule: Schedule, costs: Priced) -> Timeline:

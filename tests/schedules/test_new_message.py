@@ -41,9 +41,9 @@ COSTS = Costs.uniform(pipeline_size=P, forward=1.0, backward=1.0, weight=1.0, p2
 
 
 def built(name: str, **given: Any) -> Schedule:
-    return schedules.build(
-        name, **{"pipeline_size": P, "num_microbatches": M, "costs": COSTS} | given
-    )
+    sizes: dict[str, Any] = {"pipeline_size": P, "num_microbatches": M, "costs": COSTS}
+    sizes |= given
+    return schedules.build(name, **sizes)
 
 
 @pytest.mark.parametrize("name", schedules.names())

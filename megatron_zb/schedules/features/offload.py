@@ -31,6 +31,7 @@ from megatron_zb.schedules.costs import (
 )
 from megatron_zb.schedules.features.recompute_or_offload import RecomputeOrOffload
 from megatron_zb.schedules.kinds import Home
+from megatron_zb.schedules.memory import Span, keep
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Limit, Request, keeps
@@ -310,15 +311,15 @@ class _Line:
 
         A unit that stays adds its size to what is held from its F to where its H was.
         """
-        place, held, stay = {p: i for i, p in enumerate(line)}, self._held(line), set[Pass]()
-        for unit in self._shortest_lives_first():
-            fetch = Pass(PassKind.H, *unit)
-            between = held[place[Pass(PassKind.F, *unit)] + 1 : place[fetch]]
-            most = float(np.max(between, initial=0.0))
-            if most + self._size[unit] <= self._limit:
-                between += self._size[unit]
-                stay.add(fetch)
-        return [p for p in line if p not in stay]
+        place = {p: i for i, p in enumerate(line)}
+
+        def span(unit: tuple[int, int]) -> Span:
+            start, fetch = place[Pass(PassKind.F, *unit)], place[Pass(PassKind.H, *unit)]
+            return Span(start + 1, fetch, self._size[unit])
+
+        units = ((unit, span(unit)) for unit in self._shortest_lives_first())
+        stay = keep(self._held(line), units, self._limit)
+        return [p for p in line if p.kind is not PassKind.H or _unit(p) not in stay]
 
     def _held(self, line: Sequence[Pass]) -> npt.NDArray[np.float64]:
         """Return what is held at most in each pass, if all copies of what it moves have ended."""

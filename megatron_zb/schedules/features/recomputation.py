@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
+
 from megatron_zb.schedules.costs import (
     Costs,
     Scale,
@@ -27,6 +29,7 @@ from megatron_zb.schedules.costs import (
     times,
 )
 from megatron_zb.schedules.features.recompute_or_offload import RecomputeOrOffload
+from megatron_zb.schedules.memory import Span, keep
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
@@ -293,15 +296,14 @@ class RecomputeRunner(Runner):
         """Keep what there is room for, the units first whose B follows their F soonest."""
         block = self.block
         place = {code: i for i, code in enumerate(line.codes)}
-        units = [code for code in line.codes if code < block]
-        for unit in sorted(units, key=lambda u: (place[3 * block + u] - place[u], u)):
-            saved = float(self._saved[unit])
-            span = range(place[unit], place[3 * block + unit])
-            if saved <= 0.0 or all(line.held[i] + saved <= limit for i in span):
-                for i in span:
-                    line.held[i] += saved
-            else:
-                recomputed[unit] = 1
+        spans = {
+            code: Span(place[code], place[3 * block + code], float(self._saved[code]))
+            for code in line.codes
+            if code < block
+        }
+        units = sorted(spans.items(), key=lambda it: (it[1].stop - it[1].start, it[0]))
+        for unit in spans.keys() - keep(np.array(line.held), units, limit):
+            recomputed[unit] = 1
 
     def schedule(self, name: str, coded: Coded) -> Schedule:
         """Decode a schedule; what is kept has no R."""

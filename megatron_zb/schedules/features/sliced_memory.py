@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from megatron_zb.schedules.features.offload import place_offload
 from megatron_zb.schedules.features.slices import STAYS
+from megatron_zb.schedules.memory import Span, keep, walk
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import Schedule
@@ -122,23 +123,22 @@ class _SlicedRank:
         """The most that is held during each pass."""
 
     def _held_at_most(self, schedule: Schedule) -> npt.NDArray[np.float64]:
-        held, most = 0.0, []
-        for p in self._line:
+        def change(p: Pass) -> float:
             recomputed = (p.stage, p.microbatch) in self._again
-            change = schedule.rules.memory_change(p, self._costs, recomputed=recomputed)
-            most.append(held + max(change, 0.0))
-            held += change
-        return np.array(most)
+            return schedule.rules.memory_change(p, self._costs, recomputed=recomputed)
+
+        return np.array([held.within for held in walk(map(change, self._line))])
 
     def keep(self, limit: float) -> None:
         """Drop no slice that there is room for, those of the shortest lives first."""
-        for _, unit in sorted(self._lives):
-            memory = self._costs.of(unit[1]).memory
-            more = memory["activation"][unit[0]] - memory["kept_input"][unit[0]]
-            between = self.held[self._forward[unit][0] : self._again[unit]]
-            if float(between.max(initial=0.0)) + more <= limit:
-                between += more
-                del self._again[unit]
+        units = ((unit, self._span(unit)) for _, unit in sorted(self._lives))
+        for unit in keep(self.held, units, limit):
+            del self._again[unit]
+
+    def _span(self, unit: tuple[int, int]) -> Span:
+        memory = self._costs.of(unit[1]).memory
+        more = memory["activation"][unit[0]] - memory["kept_input"][unit[0]]
+        return Span(self._forward[unit][0], self._again[unit], more)
 
     def passes(self) -> Iterator[Pass]:
         """Yield the passes, with the R of recomputed slices."""

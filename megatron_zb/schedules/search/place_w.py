@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.memory import peak
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
@@ -333,13 +334,11 @@ def least_memory(
     """Return the most memory each rank holds if every W runs right behind its B."""
     units = range(1 + max(p.microbatch for passes in order for p in passes))
     with_w = rules.turns(rules.by_kind[_W], units)
-    needs = []
-    for passes in order:
-        held = most = 0.0
-        for p in passes:
-            held += rules.memory_change(p, costs)
-            if p.kind is _B and p.microbatch in with_w:
-                held += rules.memory_change(Pass(_W, p.stage, p.microbatch), costs)
-            most = max(most, held)
-        needs.append(most)
-    return needs
+
+    def change(p: Pass) -> float:
+        found = rules.memory_change(p, costs)
+        if p.kind is _B and p.microbatch in with_w:
+            found += rules.memory_change(p._replace(kind=_W), costs)
+        return found
+
+    return [peak(map(change, passes)) for passes in order]
