@@ -24,7 +24,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "megatron_zb"
 FEATURES = {
     "slices": r"(?i)slic",
     "vocabulary": r"(?i)vocabulary|shard",
-    "recomputation": r"(?i)recomput",
+    "recomputation": r"(?i)recompu(te|ta)",
     "offload": r"(?i)offload",
     "pairs": r"(?i)(?<!re)pair(s|ed|_|$)|all_to_all",
     "lengths": r"(?i)length|unequal",

@@ -22,7 +22,7 @@ from megatron_zb.schedules.features.pairs import (
     search_paired_recompute,
     without_communication,
 )
-from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.recomputation import Recomputation, runner_with_r
 from megatron_zb.schedules.features.vocabulary import Vocabulary, with_prediction
 from megatron_zb.schedules.lowering import RunPair, lower
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -102,7 +102,7 @@ def test_the_inner_loops_time_what_they_find_as_the_simulator_does() -> None:
     problem = Problem(place, 6, costs.for_placement(place), (1.4,) * 3)
     found = search_paired_recompute("any", problem, Effort(60, 1000), 0.0, [])
     assert found is not None
-    runner = pairs._PairedRecomputeRunner(problem, Effort(1, 1))
+    runner = runner_with_r(problem, Effort(1, 1), pairs=True)
     codes = runner.coded([[p for p in rank if p.kind is not R] for rank in found.ranks])
     m = problem.num_microbatches
     flags = [0] * runner.block

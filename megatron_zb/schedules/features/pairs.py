@@ -38,17 +38,24 @@ from megatron_zb.schedules.costs import (
 )
 from megatron_zb.schedules.features.recomputation import (
     Recomputation,
-    RecomputeRunner,
     mixed_problems,
+    runner_with_r,
     seconds_of_search,
+    with_recompute,
 )
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.hill_climbing import POOL, Climb, climbed
-from megatron_zb.schedules.search.inner_loops import INFINITY, PairCosts, PairPriorities
-from megatron_zb.schedules.search.kernels import Engine, engine
+from megatron_zb.schedules.search.hill_climbing import (
+    POOL,
+    Climb,
+    Pool,
+    climbed,
+    polished_pool,
+)
+from megatron_zb.schedules.search.inner_loops import INFINITY, PairPriorities
+from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.place_w import fuse_for_free
 from megatron_zb.schedules.search.placement_search import (
     LimitedSearch,
@@ -58,7 +65,14 @@ from megatron_zb.schedules.search.placement_search import (
 )
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
 from megatron_zb.schedules.search.problem import Problem
-from megatron_zb.schedules.search.runner import PAIRS, Coded, Effort, Runner, effort_of
+from megatron_zb.schedules.search.runner import (
+    PAIRS,
+    Coded,
+    Effort,
+    Runner,
+    effort_of,
+    pair_costs_of,
+)
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.stage_costs import StageCosts
 
@@ -222,16 +236,14 @@ def search_pairs(
 
     ``known`` are schedules of the placement within the limit, at least one.
     """
-    runner = PairRunner(problem, effort)
+    runner = runner_of_pairs(problem, effort)
     good_enough = lower_bound * (1 + 1e-9)
-    starts = [
-        runner.polished(runner.coded_with_pairs(schedule), 0, 0.0, 0.0, 0) for schedule in known
-    ]
+    starts = [runner.polished(_coded(runner, schedule), 0, 0.0, 0.0, 0) for schedule in known]
     restarts = max(1, min(_PAIR_RESTARTS, effort.runs // _LEAST_RUNS))
     for seed in range(restarts):
         pool = climb_pairs(runner, effort.runs // restarts, good_enough, seed)
         for weights in pool if restarts == 1 else pool[:1]:
-            seconds = runner.seconds_of(weights)
+            seconds = _seconds_of(runner, weights)
             if seconds < INFINITY:
                 starts.append((seconds, runner.copied()))
     starts = sorted(starts, key=lambda entry: entry[0])[:_POLISHED_PAIRS]
@@ -246,18 +258,18 @@ def search_pairs(
             break
         found = runner.polished((start or best)[1], share, threshold, good_enough, number)
         best = min(best, found, key=lambda entry: entry[0])
-    return runner.schedule(name, best[1])
+    return _decoded(runner, name, best[1])
 
 
-def climb_pairs(runner: PairRunner, runs: int, good_enough: float, seed: int) -> list[PairWeights]:
+def climb_pairs(runner: Runner, runs: int, good_enough: float, seed: int) -> list[PairWeights]:
     """Return the best few weights: presets first, then neighbours that do not lose."""
     placement = runner.problem.placement
     p, chunks = placement.pipeline_size, placement.chunks
     rng = random.Random(seed)
-    presets = [(runner.seconds_of(weights), weights) for weights in _pair_presets(chunks, p)]
+    presets = [(_seconds_of(runner, weights), weights) for weights in _pair_presets(chunks, p)]
     pool = climbed(
         sorted(presets, key=lambda entry: entry[0])[:POOL],
-        lambda weights, _: runner.seconds_of(weights),
+        lambda weights, _: _seconds_of(runner, weights),
         lambda weights: weights.changed(rng, chunks, p),
         Climb(rng, runs - min(POOL, len(presets)), good_enough, favour=0.6),
     )
@@ -279,49 +291,36 @@ def _pair_presets(chunks: int, ranks: int) -> list[PairWeights]:
     return found
 
 
-def pair_costs_of(problem: Problem, make: Engine) -> PairCosts:
-    """Return what pairs can hide, as arrays of an engine."""
-    stages, m = problem.placement.num_stages, problem.num_microbatches
-    rows = [problem.costs.of(j) for j in range(m)]
-    each = [
-        row.exchange[kind][s] if kind in row.exchange else 0.0
-        for kind in (PassKind.F, PassKind.B)
-        for s in range(stages)
-        for row in rows
+def runner_of_pairs(problem: Problem, effort: Effort) -> Runner:
+    """Return a runner on a problem whose passes communicate."""
+    make = engine(float(effort.runs + effort.moves) * problem.num_passes)
+    return Runner(problem, make, pair_costs_of(problem, make))
+
+
+def _seconds_of(runner: Runner, weights: PairWeights) -> float:
+    """Return the seconds of the order that the weights lead to; INFINITY if it gets stuck."""
+    chunks = range(runner.problem.placement.chunks)
+    half = len(chunks) / 2
+    bias = [
+        runner.mean_pass * weights.bias[2 * (forward >= half) + (backward >= half)]
+        for forward in chunks
+        for backward in chunks
     ]
-    seconds = make.floats(each + [0.0] * (stages * m))
-    return PairCosts(seconds, float(problem.costs.pair_loss))
+    pairs = PairPriorities(weights.gain, runner.engine.floats(bias))
+    return runner.makespan(weights.single, pairs=pairs)
 
 
-class PairRunner(Runner):
-    """Runner on a problem whose passes communicate."""
+def _coded(runner: Runner, schedule: Schedule) -> Coded:
+    """Encode a schedule, with what it pairs, in the numbers of the inner loops."""
+    paired = runner.engine.integers(paired_flags(schedule, runner.block))
+    return runner.coded(schedule.ranks), paired
 
-    def __init__(self, problem: Problem, effort: Effort) -> None:
-        make = engine(float(effort.runs + effort.moves) * problem.num_passes)
-        super().__init__(problem, make, pair_costs_of(problem, make))
 
-    def seconds_of(self, weights: PairWeights) -> float:
-        """Return the seconds of the order that the weights lead to; INFINITY if it gets stuck."""
-        chunks = range(self.problem.placement.chunks)
-        half = len(chunks) / 2
-        bias = [
-            self.mean_pass * weights.bias[2 * (forward >= half) + (backward >= half)]
-            for forward in chunks
-            for backward in chunks
-        ]
-        pairs = PairPriorities(weights.gain, self.engine.floats(bias))
-        return self.makespan(weights.single, pairs=pairs)
-
-    def coded_with_pairs(self, schedule: Schedule) -> Coded:
-        """Encode a schedule in the numbers of the inner loops."""
-        paired = self.engine.integers(paired_flags(schedule, self.block))
-        return self.coded(schedule.ranks), paired
-
-    def schedule(self, name: str, coded: Coded) -> Schedule:
-        """Decode a schedule."""
-        problem, m = self.problem, self.problem.num_microbatches
-        pairs = paired_passes(coded[1], m)
-        return Schedule(name, problem.placement, m, self.passes(coded), pairs=pairs)
+def _decoded(runner: Runner, name: str, coded: Coded) -> Schedule:
+    """Decode a schedule, with what it pairs."""
+    problem, m = runner.problem, runner.problem.num_microbatches
+    pairs = paired_passes(coded[1], m)
+    return Schedule(name, problem.placement, m, runner.passes(coded), pairs=pairs)
 
 
 def paired_flags(schedule: Schedule, units: int) -> list[int]:
@@ -342,7 +341,12 @@ def paired_passes(flags: Any, num_microbatches: int) -> frozenset[Pass]:
 
 
 _RECOMPUTE_POOL = 4  # starts that are polished further, the fastest ones
-_RECOMPUTE_THRESHOLDS = (0.3, 0.15, 0.3)  # the loss that polishing accepts at first, in mean passes
+_RECOMPUTE_THRESHOLDS = (
+    0.3,
+    0.3,
+    0.15,
+    0.3,
+)  # the loss that polishing accepts at first, in mean passes
 
 
 def search_paired_recompute(
@@ -352,66 +356,49 @@ def search_paired_recompute(
 
     ``known`` are schedules of the placement, whatever they hold, whose orders and pairs take part.
     """
-    runner = _PairedRecomputeRunner(problem, effort)
-    good_enough = lower_bound * (1 + 1e-9)
+    runner = runner_with_r(problem, effort, pairs=True)
     orders = [*known, *_mixed_orders(name, problem, effort)]
-    starts = [coded for order in orders if (coded := runner.encoded(order)) is not None]
+    starts = [coded for order in orders if (coded := _coded_with_r(runner, order)) is not None]
     if not starts:
         return None
-    moves = effort.moves // (2 * len(starts))
-    pool = sorted(
-        (
-            runner.polished(start, moves, _RECOMPUTE_THRESHOLDS[0], good_enough, number)
-            for number, start in enumerate(starts)
-        ),
-        key=lambda entry: entry[0],
-    )[:_RECOMPUTE_POOL]
-    moves = effort.moves // (2 * len(pool) * len(_RECOMPUTE_THRESHOLDS))
-    for number, threshold in enumerate(_RECOMPUTE_THRESHOLDS):
-        for place, start in enumerate(pool):
-            if pool[0][0] > good_enough:
-                found = runner.polished(start[1], moves, threshold, good_enough, 100 + number)
-                pool[place] = min(start, found, key=lambda entry: entry[0])
-    return runner.schedule(name, min(pool, key=lambda entry: entry[0])[1])
+    pool = Pool(effort.moves, lower_bound * (1 + 1e-9), _RECOMPUTE_POOL, _RECOMPUTE_THRESHOLDS)
+    return _decoded_with_r(runner, name, polished_pool(runner, starts, pool))
 
 
 def _mixed_orders(name: str, problem: Problem, effort: Effort) -> Iterator[Schedule]:
     """Yield orders with pairs, found for costs of units that are recomputed in part."""
     problems = list(mixed_problems(problem))
     for mixed in problems:
-        runner = PairRunner(mixed, effort)
+        runner = runner_of_pairs(mixed, effort)
         for weights in climb_pairs(runner, effort.runs // len(problems), 0.0, 0)[:1]:
-            if runner.seconds_of(weights) < INFINITY:
-                yield runner.schedule(name, runner.copied())
+            if _seconds_of(runner, weights) < INFINITY:
+                yield _decoded(runner, name, runner.copied())
 
 
-class _PairedRecomputeRunner(RecomputeRunner):
-    """Runner on orders of F, B and W whose flags mark pairs and passes with an R."""
+def _coded_with_r(runner: Runner, schedule: Schedule) -> Coded | None:
+    """Encode a schedule, and recompute what the limit has no room for.
 
-    def __init__(self, problem: Problem, effort: Effort) -> None:
-        make = engine(float(effort.runs + effort.moves) * problem.num_passes)
-        super().__init__(problem, effort, pair_costs_of(problem, make))
+    Flags are 1 for a unit whose F is paired, and 2 more for one that has an R.
+    """
+    coded = with_recompute(runner, schedule.ranks, schedule.pairs)
+    if coded is None:
+        return None
+    order, recomputed = coded
+    codes = [int(code) for code in order if code < 3 * runner.block]
+    flags = paired_flags(schedule, runner.block)
+    flags = [flag + 2 * int(again) for flag, again in zip(flags, recomputed, strict=True)]
+    return runner.engine.integers(codes), runner.engine.integers(flags)
 
-    def encoded(self, schedule: Schedule) -> Coded | None:
-        """Encode a schedule, with what it pairs, and recompute what the limit has no room for."""
-        coded = self.with_recompute(schedule.ranks, schedule.pairs)
-        if coded is None:
-            return None
-        order, recomputed = coded
-        codes = [int(code) for code in order if code < 3 * self.block]
-        flags = paired_flags(schedule, self.block)
-        flags = [flag + 2 * int(again) for flag, again in zip(flags, recomputed, strict=True)]
-        return self.engine.integers(codes), self.engine.integers(flags)
 
-    def schedule(self, name: str, coded: Coded) -> Schedule:
-        """Decode a schedule."""
-        order, flags = coded
-        problem, m = self.problem, self.problem.num_microbatches
-        pairs = paired_passes(flags, m)
-        recomputed = {divmod(unit, m) for unit, flag in enumerate(flags) if flag >= 2}
-        ranks = self.passes((order, [0] * self.block))
-        with_r = tuple(tuple(_with_r(passes, pairs, recomputed)) for passes in ranks)
-        return Schedule(name, problem.placement, m, with_r, pairs=pairs)
+def _decoded_with_r(runner: Runner, name: str, coded: Coded) -> Schedule:
+    """Decode a schedule, with what it pairs and what it recomputes."""
+    order, flags = coded
+    problem, m = runner.problem, runner.problem.num_microbatches
+    pairs = paired_passes(flags, m)
+    recomputed = {divmod(unit, m) for unit, flag in enumerate(flags) if flag >= 2}
+    ranks = runner.passes((order, [0] * runner.block))
+    with_r = tuple(tuple(_with_r(passes, pairs, recomputed)) for passes in ranks)
+    return Schedule(name, problem.placement, m, with_r, pairs=pairs)
 
 
 def _with_r(

@@ -33,13 +33,20 @@ from megatron_zb.schedules.memory import Span, keep
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.hill_climbing import search
-from megatron_zb.schedules.search.inner_loops import PairCosts, RecomputeCosts
+from megatron_zb.schedules.search.hill_climbing import Pool, polished_pool, search
+from megatron_zb.schedules.search.inner_loops import RecomputeCosts
 from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.place_w import fuse_for_free
 from megatron_zb.schedules.search.placement_search import LimitedSearch
 from megatron_zb.schedules.search.problem import Problem
-from megatron_zb.schedules.search.runner import RECOMPUTE, Coded, Effort, Runner, effort_of
+from megatron_zb.schedules.search.runner import (
+    RECOMPUTE,
+    Coded,
+    Effort,
+    Runner,
+    effort_of,
+    pair_costs_of,
+)
 from megatron_zb.schedules.stage_costs import StageCosts
 
 SECONDS = 12.0
@@ -108,10 +115,9 @@ def seconds_of_search(search: LimitedSearch) -> float:
 # Shares of units that are recomputed while an order is looked for: of the chunks of a rank that
 # hold their activations longest, the first half, and of the others.
 _SHARES = ((1.0, 1.0), (0.9, 0.9), (0.75, 0.75), (0.5, 0.5), (0.25, 0.25), (1.0, 0.0), (0.5, 0.0))
-_THRESHOLD = 0.3  # the loss that polishing accepts at first, in mean passes
 _LEAST = 1e-6  # of an activation: orders are found for memory that is not nothing
 _POOL = 3  # starts that are polished further, the fastest ones
-_LAST_THRESHOLDS = (0.3, 0.15, 0.3, 0.15)
+_THRESHOLDS = (0.3, 0.3, 0.15, 0.3, 0.15)
 
 
 def search_recompute(
@@ -122,28 +128,14 @@ def search_recompute(
     ``known`` are schedules of the placement, whatever they hold, whose orders take part. None if
     none was found.
     """
-    runner = RecomputeRunner(problem, effort)
-    good_enough = lower_bound * (1 + 1e-9)
+    runner = runner_with_r(problem, effort)
     orders = [*(s.ranks for s in known), *_mixed_orders(problem, effort)]
-    starts = [coded for order in orders if (coded := runner.with_recompute(order)) is not None]
+    starts = [coded for order in orders if (coded := with_recompute(runner, order)) is not None]
     if not starts:
         return None
-    moves = effort.moves // (2 * len(starts))
-    polished = sorted(
-        (
-            runner.polished(start, moves, _THRESHOLD, good_enough, number)
-            for number, start in enumerate(starts)
-        ),
-        key=lambda entry: entry[0],
-    )
-    pool = polished[:_POOL]
-    moves = effort.moves // (2 * len(pool) * len(_LAST_THRESHOLDS))
-    for number, threshold in enumerate(_LAST_THRESHOLDS):
-        for place, (seconds, coded) in enumerate(pool):
-            if pool[0][0] > good_enough:
-                found = runner.polished(coded, moves, threshold, good_enough, 100 + number)
-                pool[place] = min((seconds, coded), found, key=lambda entry: entry[0])
-    return runner.schedule(name, min(pool, key=lambda entry: entry[0])[1])
+    pool = Pool(effort.moves, lower_bound * (1 + 1e-9), _POOL, _THRESHOLDS)
+    ranks = runner.passes(polished_pool(runner, starts, pool))  # what is kept has no R
+    return Schedule(name, problem.placement, problem.num_microbatches, ranks)
 
 
 def _mixed_orders(problem: Problem, effort: Effort) -> Iterator[tuple[tuple[Pass, ...], ...]]:
@@ -217,95 +209,88 @@ class _Rank:
         return (self.held[-1] if self.held else 0.0) + extra <= limit
 
 
-class RecomputeRunner(Runner):
-    """Runner on a problem whose orders have an R of every unit."""
+def runner_with_r(problem: Problem, effort: Effort, *, pairs: bool = False) -> Runner:
+    """Return a runner on orders that have an R of every unit, or with ``pairs`` a flag for it."""
+    make = engine(float(effort.runs + effort.moves) * problem.num_passes)
+    last, m = problem.placement.num_stages - 1, problem.num_microbatches
+    stages, rows = range(last + 1), [problem.costs.of(j) for j in range(m)]
+    saved = [
+        row.memory["activation"][s] - row.memory["kept_input"][s] if s < last else 0.0
+        for s in stages
+        for row in rows
+    ]
+    seconds = [row.seconds[PassKind.R][s] for s in stages for row in rows]
+    again = RecomputeCosts(make.floats(seconds), make.floats(saved))
+    return Runner(problem, make, pair_costs_of(problem, make) if pairs else None, again)
 
-    def __init__(
-        self, problem: Problem, effort: Effort, pair_costs: PairCosts | None = None
-    ) -> None:
-        make = engine(float(effort.runs + effort.moves) * problem.num_passes)
-        last, m = problem.placement.num_stages - 1, problem.num_microbatches
-        stages, rows = range(last + 1), [problem.costs.of(j) for j in range(m)]
-        self._saved = make.floats(
-            [
-                row.memory["activation"][s] - row.memory["kept_input"][s] if s < last else 0.0
-                for s in stages
-                for row in rows
-            ]
-        )
-        seconds = make.floats([row.seconds[PassKind.R][s] for s in stages for row in rows])
-        super().__init__(problem, make, pair_costs, RecomputeCosts(seconds, self._saved))
 
-    def with_recompute(
-        self, ranks: Sequence[Sequence[Pass]], paired: Collection[Pass] = ()
-    ) -> Coded | None:
-        """Encode an order, with R right before each B and kept what there is room for.
+def with_recompute(
+    runner: Runner, ranks: Sequence[Sequence[Pass]], paired: Collection[Pass] = ()
+) -> Coded | None:
+    """Encode an order, with R right before each B and kept what there is room for.
 
-        R of a B that is paired comes before the pair. A W that stands too late comes earlier where
-        its memory is needed. None if that does not help.
-        """
-        recomputed = [0] * self.block
-        found: list[int] = []
-        for rank, passes in enumerate(ranks):
-            line = self._with_r(rank, passes, paired)
-            if line is None:
-                return None
-            self._keep(line, float(self.inputs.limit[rank]), recomputed)
-            found += line.codes
-        return self.engine.integers(found), self.engine.integers(recomputed)
-
-    def _with_r(self, rank: int, passes: Sequence[Pass], paired: Collection[Pass]) -> _Rank | None:
-        """Return a rank's codes with everything recomputed that can be."""
-        block, limit = self.block, float(self.inputs.limit[rank])
-        memory, line = self.inputs.memory, _Rank([], [])
-        pending: list[int] = []  # units whose W is to come
-
-        def make_room(extra: float) -> None:
-            while pending and not line.has_room(extra, limit):
-                code = 2 * block + pending.pop(0)
-                line.put(code, float(memory[code]))
-
-        for place, p in enumerate(passes):
-            unit = self._unit(p)
-            saved = float(self._saved[unit])
-            if p.kind is PassKind.F:
-                need = float(memory[unit]) - saved
-                if p in paired:
-                    again = self._unit(passes[place + 1])
-                    make_room(need + float(self._saved[again]))
-                    line.put(3 * block + again, float(self._saved[again]))
-                else:
-                    make_room(need)
-                line.put(unit, need)
-            elif p.kind in (PassKind.B, PassKind.BW):
-                if place == 0 or passes[place - 1] not in paired:
-                    make_room(saved)
-                    line.put(3 * block + unit, saved)
-                line.put(block + unit, float(memory[block + unit]))
-                pending.append(unit)
-            if p.kind is PassKind.BW or (p.kind is PassKind.W and unit in pending):
-                pending.remove(unit)
-                line.put(2 * block + unit, float(memory[2 * block + unit]))
-        line.codes += [2 * block + unit for unit in pending]
-        return line if max(line.held) <= limit else None
-
-    def _unit(self, p: Pass) -> int:
-        return p.stage * self.problem.num_microbatches + p.microbatch
-
-    def _keep(self, line: _Rank, limit: float, recomputed: list[int]) -> None:
-        """Keep what there is room for, the units first whose B follows their F soonest."""
-        block = self.block
-        place = {code: i for i, code in enumerate(line.codes)}
-        spans = {
-            code: Span(place[code], place[3 * block + code], float(self._saved[code]))
-            for code in line.codes
-            if code < block
-        }
-        units = sorted(spans.items(), key=lambda it: (it[1].stop - it[1].start, it[0]))
-        for unit in spans.keys() - keep(np.array(line.held), units, limit):
+    R of a B that is paired comes before the pair. A W that stands too late comes earlier where its
+    memory is needed. None if that does not help.
+    """
+    recomputed = [0] * runner.block
+    found: list[int] = []
+    for rank, passes in enumerate(ranks):
+        line = _with_r(runner, rank, passes, paired)
+        if line is None:
+            return None
+        for unit in _without_room(runner, line, float(runner.inputs.limit[rank])):
             recomputed[unit] = 1
+        found += line.codes
+    return runner.engine.integers(found), runner.engine.integers(recomputed)
 
-    def schedule(self, name: str, coded: Coded) -> Schedule:
-        """Decode a schedule; what is kept has no R."""
-        problem = self.problem
-        return Schedule(name, problem.placement, problem.num_microbatches, self.passes(coded))
+
+def _with_r(
+    runner: Runner, rank: int, passes: Sequence[Pass], paired: Collection[Pass]
+) -> _Rank | None:
+    """Return a rank's codes with everything recomputed that can be."""
+    assert runner.recompute is not None
+    block, limit, saved = runner.block, float(runner.inputs.limit[rank]), runner.recompute.saved
+    memory, line, m = runner.inputs.memory, _Rank([], []), runner.problem.num_microbatches
+    pending: list[int] = []  # units whose W is to come
+
+    def make_room(extra: float) -> None:
+        while pending and not line.has_room(extra, limit):
+            code = 2 * block + pending.pop(0)
+            line.put(code, float(memory[code]))
+
+    for place, p in enumerate(passes):
+        unit = p.stage * m + p.microbatch
+        if p.kind is PassKind.F:
+            need = float(memory[unit]) - float(saved[unit])
+            if p in paired:
+                again = passes[place + 1].stage * m + passes[place + 1].microbatch
+                make_room(need + float(saved[again]))
+                line.put(3 * block + again, float(saved[again]))
+            else:
+                make_room(need)
+            line.put(unit, need)
+        elif p.kind in (PassKind.B, PassKind.BW):
+            if place == 0 or passes[place - 1] not in paired:
+                make_room(float(saved[unit]))
+                line.put(3 * block + unit, float(saved[unit]))
+            line.put(block + unit, float(memory[block + unit]))
+            pending.append(unit)
+        if p.kind is PassKind.BW or (p.kind is PassKind.W and unit in pending):
+            pending.remove(unit)
+            line.put(2 * block + unit, float(memory[2 * block + unit]))
+    line.codes += [2 * block + unit for unit in pending]
+    return line if max(line.held) <= limit else None
+
+
+def _without_room(runner: Runner, line: _Rank, limit: float) -> set[int]:
+    """Return the units that are not kept; those are whose B follows their F soonest."""
+    assert runner.recompute is not None
+    block, saved = runner.block, runner.recompute.saved
+    place = {code: i for i, code in enumerate(line.codes)}
+    spans = {
+        code: Span(place[code], place[3 * block + code], float(saved[code]))
+        for code in line.codes
+        if code < block
+    }
+    units = sorted(spans.items(), key=lambda it: (it[1].stop - it[1].start, it[0]))
+    return spans.keys() - keep(np.array(line.held), units, limit)

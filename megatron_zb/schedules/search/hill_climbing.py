@@ -97,6 +97,44 @@ def search(
     return Found(runner.passes(best[1]), best[0])
 
 
+@dataclass(frozen=True)
+class Pool:
+    """Settings of the polishing of many orders.
+
+    Args:
+        moves: single moves in all, half of them for the starts.
+        good_enough: seconds at which nothing is left to gain.
+        size: orders that are polished further, the fastest ones.
+        thresholds: the loss that polishing accepts at first, in mean passes: for the starts, then
+            for each further round.
+    """
+
+    moves: int
+    good_enough: float
+    size: int
+    thresholds: tuple[float, ...]
+
+
+def polished_pool(runner: Runner, starts: Sequence[Coded], pool: Pool) -> Coded:
+    """Return the best order: all starts are polished, then the fastest ones in rounds."""
+    first, *later = pool.thresholds
+    moves = pool.moves // (2 * len(starts))
+    found = sorted(
+        (
+            runner.polished(start, moves, first, pool.good_enough, number)
+            for number, start in enumerate(starts)
+        ),
+        key=lambda entry: entry[0],
+    )[: pool.size]
+    moves = pool.moves // (2 * len(found) * len(later))
+    for number, threshold in enumerate(later):
+        for place, entry in enumerate(found):
+            if found[0][0] > pool.good_enough:
+                again = runner.polished(entry[1], moves, threshold, pool.good_enough, 100 + number)
+                found[place] = min(entry, again, key=lambda entry: entry[0])
+    return min(found, key=lambda entry: entry[0])[1]
+
+
 def _climb(
     runner: Runner, presets: Sequence[_Weighed], runs: int, good_enough: float, seed: int
 ) -> list[PriorityWeights]:

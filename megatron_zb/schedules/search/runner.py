@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megatron_zb.schedules.passes import Pass
+from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.search.inner_loops import (
     INFINITY,
     GreedySpace,
@@ -273,6 +273,20 @@ class Runner:
             )
             for first, last in pairwise(self.inputs.place)
         )
+
+
+def pair_costs_of(problem: Problem, make: Engine) -> PairCosts:
+    """Return what pairs can hide, as arrays of an engine."""
+    stages, m = problem.placement.num_stages, problem.num_microbatches
+    rows = [problem.costs.of(j) for j in range(m)]
+    each = [
+        row.exchange[kind][s] if kind in row.exchange else 0.0
+        for kind in (PassKind.F, PassKind.B)
+        for s in range(stages)
+        for row in rows
+    ]
+    seconds = make.floats(each + [0.0] * (stages * m))
+    return PairCosts(seconds, float(problem.costs.pair_loss))
 
 
 _BIAS_OF_OTHERS = dict(zip(OTHERS, (-3.0, -5.0, 0.6, -5.0), strict=True))
