@@ -15,7 +15,11 @@ from megatron_zb.schedules.auto import auto, candidates, candidates_with_vocabul
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, check_number
 from megatron_zb.schedules.features.part import Part
-from megatron_zb.schedules.features.sliced_orders import SlicedFamily, SlicedOrders, build_sliced
+from megatron_zb.schedules.features.sliced_orders import (
+    auto_of_slices,
+    build_sliced,
+    within_one_f_one_b,
+)
 from megatron_zb.schedules.features.slices import Slicing, of_table
 from megatron_zb.schedules.features.vocabulary import Vocabulary, fastest_with_vocabulary
 from megatron_zb.schedules.placement import Placement, looped
@@ -94,8 +98,8 @@ class Family:
     tell which choices it leaves to the user; ``peak`` is for the default ones. ``bubble`` is the
     formula of ``docs/schedules.md``; ``interval`` the least seconds between two microbatches, where
     they can be more than a rank computes: the V schedules with little memory lose in each one where
-    F, B and W are unequal. ``searches`` tells that building takes a search. ``sliced`` builds its
-    order of token slices, None where it has none.
+    F, B and W are unequal. ``searches`` tells that building takes a search, ``slices`` that it has
+    orders of token slices.
     """
 
     name: str
@@ -111,7 +115,7 @@ class Family:
     takes_chunks: bool = False
     takes_group_size: bool = False
     chunk_step: int = 1
-    sliced: Callable[[SlicedOrders], Schedule] | None = None
+    slices: bool = False
     aliases: tuple[str, ...] = ()
 
     @property
@@ -127,23 +131,6 @@ class Family:
     def peak_microbatches(self, p: int, m: int) -> float:
         """Return the bound with the default choices; p for ``auto``, its limit if none is given."""
         return self.peak(p, m) if self.peak else p
-
-
-def _sliced_zb_h1(orders: SlicedOrders) -> Schedule:
-    p = orders.request.pipeline_size
-    return orders.filled("zb-h1", families.one_f_one_b_block(p), p)
-
-
-def _sliced_v(
-    name: str,
-    offsets: Callable[[int, int], families.Offsets],
-    peak: Callable[[int], float],
-) -> Callable[[SlicedOrders], Schedule]:
-    def order(orders: SlicedOrders) -> Schedule:
-        p = orders.request.pipeline_size
-        return orders.searched(name, families.v_block(p, offsets), peak(p))
-
-    return order
 
 
 def _one_chunk(p: int, chunks: int | None) -> Placement:
@@ -182,7 +169,7 @@ _FAMILIES = (
         splits_backward=False,
         placement=_one_chunk,
         searches=False,
-        sliced=lambda orders: orders.fused(families.one_f_one_b),
+        slices=True,
     ),
     Family(
         "interleaved",
@@ -196,7 +183,7 @@ _FAMILIES = (
         placement=_loop,
         bubble=_whole_passes_of_chunks,
         searches=False,
-        sliced=lambda orders: orders.grouped(families.interleaved),
+        slices=True,
     ),
     Family(
         "1f1b-v",
@@ -216,7 +203,7 @@ _FAMILIES = (
         placement=_one_chunk,
         bubble=_fills_with_w,
         searches=False,
-        sliced=_sliced_zb_h1,
+        slices=True,
     ),
     Family(
         "zb-h2",
@@ -255,7 +242,7 @@ _FAMILIES = (
         aliases=("zbv",),
         placement=_v,
         bubble=_fill_of_chunks,
-        sliced=_sliced_v("v-zb", families.v_zb_offsets, lambda p: p),
+        slices=True,
     ),
     Family(
         "v-half",
@@ -266,7 +253,7 @@ _FAMILIES = (
         placement=_v,
         bubble=_fill_of_v_half,
         interval=_interval_of_v_half,
-        sliced=_sliced_v("v-half", families.v_half_offsets, families.v_half_peak),
+        slices=True,
     ),
     Family(
         "v-min",
@@ -277,7 +264,7 @@ _FAMILIES = (
         placement=_v,
         bubble=_fill_of_v_min,
         interval=_interval_of_v_min,
-        sliced=_sliced_v("v-min", families.v_min_offsets, families.v_min_peak),
+        slices=True,
     ),
     Family(
         "wave",
@@ -306,7 +293,7 @@ _FAMILIES = (
         "the fastest of everything under the memory limit, by a longer search",
         "this package",
         takes_chunks=True,
-        sliced=SlicedOrders.auto,
+        slices=True,
     ),
 )
 
@@ -433,9 +420,11 @@ def build(
         quick=quick,
     )
     if slicing.slices > 1:
-        return build_sliced(_sliced(chosen), replace(request, costs=costs), slicing)
-    shards = searched.feature(Vocabulary) is not None
-    schedule = (_with_vocabulary(chosen) if shards else chosen.build)(request)
+        _check_slices(chosen)
+        build = _builder(chosen, costs, auto_of_slices)
+        whole, may_join = replace(request, costs=costs), chosen.searches
+        return build_sliced(chosen.name, build, whole, slicing, may_join=may_join)
+    schedule = _builder(chosen, searched, chosen.build)(request)
     for feature in costs.features:
         schedule = feature.added_to(schedule, costs)
     schedule = replace(schedule, name=chosen.name)
@@ -443,23 +432,15 @@ def build(
     return _reported(schedule, replace(request, costs=costs))
 
 
-def _sliced(chosen: Family) -> SlicedFamily:
-    """Return what a family says of its order of slices.
+def _check_slices(chosen: Family) -> None:
+    """Refuse slices of a schedule that has none.
 
     Raises:
-        UsageError: it has none.
+        UsageError: names those that have.
     """
-    if chosen.sliced is None:
-        able = ", ".join(f.name for f in _FAMILIES if f.sliced is not None)
+    if not chosen.slices:
+        able = ", ".join(f.name for f in _FAMILIES if f.slices)
         raise UsageError(f"{chosen.name} has no slices: give one of {able}")
-    return SlicedFamily(
-        chosen.name,
-        chosen.sliced,
-        chosen.peak,
-        chosen.placement,
-        searches=chosen.searches,
-        splits_backward=chosen.splits_backward,
-    )
 
 
 def from_table(name: str, table: str, request: Mapping[str, Any]) -> Schedule:
@@ -493,6 +474,21 @@ def _check_placement(
         )
 
 
+def _builder(
+    chosen: Family, costs: Costs, choose: Callable[[Request], Schedule]
+) -> Callable[[Request], Schedule]:
+    """Return the builder of a schedule for some costs.
+
+    Args:
+        chosen: the schedule.
+        costs: for which it is built.
+        choose: the builder where the costs also decide on the placement.
+    """
+    if costs.feature(Vocabulary) is not None:
+        return _with_vocabulary(chosen)
+    return choose if chosen.chooses_placement else chosen.build
+
+
 def _with_vocabulary(chosen: Family) -> Callable[[Request], Schedule]:
     """Return the builder of a family whose output layer is vocabulary parallel.
 
@@ -502,8 +498,10 @@ def _with_vocabulary(chosen: Family) -> Callable[[Request], Schedule]:
 
     def build(request: Request) -> Schedule:
         p, m = request.pipeline_size, request.num_microbatches
-        peak, splits = chosen.peak_microbatches(p, m) + 1, chosen.splits_backward
+        peak, splits = request.peak(chosen.peak_microbatches(p, m)) + 1, chosen.splits_backward
         if chosen.placement is None:
+            if request.rules.units_at_once > 1:
+                request, peak = within_one_f_one_b(request), m + 1.0
             places = candidates_with_vocabulary(request)
         else:
             places = [chosen.placement(p, request.chunks)]

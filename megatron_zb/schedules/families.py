@@ -11,15 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from operator import truediv
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import placement
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
-from megatron_zb.schedules.request import Request, keeps
+from megatron_zb.schedules.request import Limit, Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.place_w import (
     fuse_all,
+    least_memory,
     place_weight_gradients,
     squeezed_if_it_fits,
 )
@@ -73,7 +75,7 @@ def one_f_one_b(request: Request) -> Schedule:
     """Build 1F1B: rank i holds at most p-i microbatches, whatever the costs."""
     block = one_f_one_b_block(request.pipeline_size)
     ranks = fuse_all(block.repeat(request.num_microbatches))
-    return Schedule("1f1b", block.placement, request.num_microbatches, ranks)
+    return request.ordered("1f1b", block.placement, ranks)
 
 
 def gpipe(request: Request) -> Schedule:
@@ -83,7 +85,7 @@ def gpipe(request: Request) -> Schedule:
         tuple(Pass(kind, stage, i) for kind in (PassKind.F, PassKind.BW) for i in range(m))
         for stage in range(request.pipeline_size)
     )
-    return Schedule("gpipe", looped(request.pipeline_size), m, ranks)
+    return request.ordered("gpipe", looped(request.pipeline_size), ranks)
 
 
 # --- interleaved 1F1B (Narayanan et al., arXiv 2104.04473): several chunks per rank, looped
@@ -110,12 +112,14 @@ def interleaved(request: Request) -> Schedule:
     """
     p, m = request.pipeline_size, request.num_microbatches
     chunks = INTERLEAVED_CHUNKS if request.chunks is None else request.chunks
-    group = p if request.group_size is None else request.group_size
+    n = request.rules.units_at_once  # groups fill the pipeline, and have whole microbatches
+    group = n * -(-p // n) if request.group_size is None else request.group_size
     if chunks < 2:
         raise UsageError(f"interleaved with {chunks} chunk is 1f1b: give 2 or more chunks")
     if group < 1:
         raise UsageError(f"interleaved: a group of {group} microbatches is empty: give 1 or more")
     plain = _interleaved(p, m, chunks, group)
+    plain = request.ordered("interleaved", plain.placement, plain.ranks)
     if not communicates(request.costs.for_placement(plain.placement)):
         return plain
     limits = request.limit.per_rank(request.costs)
@@ -242,13 +246,30 @@ def interleaved_peak(p: int, m: int) -> float:
 def zb_h1(request: Request) -> Schedule:
     """Build ZB-H1: 1F1B's order of F and B, W where ranks would wait, and 1F1B's peak memory."""
     p = request.pipeline_size
-    return place_weight_gradients("zb-h1", looped(p), _h1_order(request), request, p)
+    return _filled("zb-h1", looped(p), _h1_order(request), request, p)
 
 
 def zb_h2(request: Request) -> Schedule:
     """Build ZB-H2: warm-up forwards fill the wait for the first B, at up to 2p-1 microbatches."""
     p = request.pipeline_size
-    return place_weight_gradients("zb-h2", looped(p), _h2_order(request), request, 2 * p - 1)
+    return _filled("zb-h2", looped(p), _h2_order(request), request, 2 * p - 1)
+
+
+def _filled(
+    name: str, placement: Placement, order: list[list[Pass]], request: Request, peak: float
+) -> Schedule:
+    """Return an order of F and B with W where ranks would wait, within a peak in microbatches.
+
+    With slices, a joined W holds more, and unequal ones hold more than most.
+    """
+    ranks, held = request.rules.in_units(placement, order), request.peak(peak)
+    at_once = request.rules.units_at_once
+    if at_once > 1:
+        held += (at_once - 1) * request.rules.joins_weight
+        free = replace(request, limit=Limit())
+        least = least_memory(ranks, request.costs.for_placement(placement))
+        held = max(held, *map(truediv, least, free.limits(placement, 1.0)))
+    return place_weight_gradients(name, placement, ranks, request, held)
 
 
 def zb_1p(request: Request) -> Schedule:
@@ -357,7 +378,7 @@ def of_v_block(
 ) -> list[Schedule]:
     """Return a block's own order under these costs, if it keeps the peak and the limit."""
     block = v_block(request.pipeline_size, offsets)
-    order = block.repeat(request.num_microbatches)
+    order = request.rules.in_units(block.placement, block.repeat(request.num_microbatches))
     return squeezed_if_it_fits(name, block.placement, order, request, peak)
 
 
@@ -365,6 +386,7 @@ def _v(
     name: str, offsets: Callable[[int, int], Offsets], request: Request, peak: float
 ) -> Schedule:
     """Build the best that a search finds from the block's own order under these costs."""
+    peak = request.peak(peak)
     known = of_v_block(name, offsets, request, peak)
     v = v_shape(request.pipeline_size)
     return PlacementSearch(name, v, request, peak, known=known).run()

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import Written, read_size
 from megatron_zb.schedules.costs import Costs, most_in_a_row
+from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, TrainingRules
+from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import Timeline
 from megatron_zb.schedules.stage_costs import StageCosts
 
@@ -211,6 +213,15 @@ class Request:
     def seconds(self, timeline: Timeline) -> float:
         """Return the seconds to minimise: of one iteration, or of each of many in a row."""
         return timeline.seconds(back_to_back=self.back_to_back)
+
+    def peak(self, microbatches: float) -> float:
+        """Return the units of a peak: those of one microbatch are all held before its first B."""
+        return microbatches + self.rules.units_at_once - 1
+
+    def ordered(self, name: str, placement: Placement, ranks: Sequence[Sequence[Pass]]) -> Schedule:
+        """Return the schedule of an order of microbatches, whose passes count units."""
+        found = tuple(map(tuple, self.rules.in_units(placement, ranks)))
+        return Schedule(name, placement, self.num_microbatches, found, rules=self.rules)
 
     def limits(self, placement: Placement, peak_microbatches: float) -> tuple[float, ...]:
         """Return each rank's limit: memory of ``peak_microbatches``, or less if requested.

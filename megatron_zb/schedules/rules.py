@@ -202,6 +202,17 @@ class TrainingRules(Rules):
         """Yield the units of a stage whose F waits for an update, each with that of the update."""
         yield from ()
 
+    def in_units(
+        self, placement: Placement, ranks: Sequence[Sequence[Pass]]
+    ) -> Sequence[Sequence[Pass]]:
+        """Return an order of microbatches, in turns, as one of what passes work on."""
+        return ranks
+
+    @property
+    def joins_weight(self) -> bool:
+        """Whether one W runs for several units."""
+        return False
+
     def over(self, whole: TrainingRules) -> TrainingRules:
         """Return the rules of these units for work whose whole microbatches have other rules."""
         return whole

@@ -390,6 +390,19 @@ class SlicedRules(TrainingRules):
         falls = kind.kind in self.falling
         return Turns(self.slicing.slices, len(units), falls=falls, first_only=joined)
 
+    def in_units(
+        self, placement: Placement, ranks: Sequence[Sequence[Pass]]
+    ) -> Sequence[Sequence[Pass]]:
+        """Return an order whose passes count turns as one of slices, with the forwards they need.
+
+        All slices of a microbatch have passed the last stage before its first B.
+        """
+        return in_units(delayed(placement, ranks, self.slicing.slices), self)
+
+    @property
+    def joins_weight(self) -> bool:
+        return bool(self.slicing.joins_weight)
+
     def over(self, whole: TrainingRules) -> TrainingRules:
         return replace(self, whole=whole)
 
@@ -511,6 +524,64 @@ def in_units(ranks: Sequence[Sequence[Pass]], rules: SlicedRules) -> list[list[P
                 yield Pass(_B if is_early and kind is _BW else kind, stage, turns[k])
 
     return [[*passes(rank)] for rank in ranks]
+
+
+def delayed(placement: Placement, ranks: Sequence[Sequence[Pass]], slices: int) -> list[list[Pass]]:
+    """Return an order in turns of F and B, or BW, with as many F before B as slices need.
+
+    1. Doubles the number of further F before each B, from one microbatch's, until no rank waits for
+       ever.
+    2. Halves the range between the last two numbers.
+    """
+    fewest = most = slices - 1
+    while not _runs(placement, found := [_with_lead(rank, most) for rank in ranks], slices):
+        fewest, most = most + 1, 2 * most + 1
+    while fewest < most:
+        lead = (fewest + most) // 2
+        orders = [_with_lead(rank, lead) for rank in ranks]
+        if _runs(placement, orders, slices):
+            most, found = lead, orders
+        else:
+            fewest = lead + 1
+    return found
+
+
+def _with_lead(rank: Sequence[Pass], lead: int) -> list[Pass]:
+    """Return an order with a number of further F before each B, while there are any."""
+    forwards = [p for p in rank if p.kind is PassKind.F]
+    found: list[Pass] = []
+    count = done = 0
+    for p in rank:
+        if p.kind is PassKind.F:
+            count += 1
+        else:
+            found += [*forwards[done : count + lead], p]
+            done = max(done, min(count + lead, len(forwards)))
+    return found + forwards[done:]
+
+
+def _runs(placement: Placement, ranks: Sequence[Sequence[Pass]], slices: int) -> bool:
+    """Return whether no rank waits for ever in an order of F and B in turns."""
+    last = placement.num_stages - 1
+    there, back = [0] * (last + 1), [0] * (last + 1)  # F and B that have run, by stage
+    waiting = [list(reversed(rank)) for rank in ranks]
+
+    def is_ready(p: Pass) -> bool:
+        if p.kind is PassKind.F:
+            return p.stage == 0 or there[p.stage - 1] > p.microbatch
+        if p.stage == last:
+            return there[last] > p.microbatch // slices * slices + slices - 1
+        return back[p.stage + 1] > p.microbatch
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in waiting:
+            while rank and is_ready(rank[-1]):
+                p = rank.pop()
+                (there if p.kind is PassKind.F else back)[p.stage] += 1
+                moved = True
+    return not any(waiting)
 
 
 def of_table(schedule: Schedule, slicing: Slicing) -> Schedule:

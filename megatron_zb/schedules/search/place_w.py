@@ -287,7 +287,7 @@ _EAGERNESS = (1.0, 0.75, 0.5, 0.25, 0.0)
 def place_weight_gradients(
     name: str,
     placement: Placement,
-    order: list[list[Pass]],
+    order: Sequence[Sequence[Pass]],
     request: Request,
     peak_microbatches: float,
 ) -> Schedule:
@@ -315,7 +315,7 @@ def place_weight_gradients(
 def squeezed_if_it_fits(
     name: str,
     placement: Placement,
-    order: list[list[Pass]],
+    order: Sequence[Sequence[Pass]],
     request: Request,
     peak_microbatches: float,
 ) -> list[Schedule]:
