@@ -159,6 +159,7 @@ _FAMILIES = (
         splits_backward=False,
         placement=_one_chunk,
         searches=False,
+        slices=True,
     ),
     Family(
         "1f1b",
@@ -193,6 +194,7 @@ _FAMILIES = (
         _CONTROLLABLE,
         splits_backward=False,
         placement=_v,
+        slices=True,
     ),
     Family(
         "zb-h1",
@@ -214,6 +216,7 @@ _FAMILIES = (
         placement=_one_chunk,
         bubble=_fills_with_more_forwards,
         searches=False,
+        slices=True,
     ),
     Family(
         "zb-1p",
@@ -223,6 +226,7 @@ _FAMILIES = (
         _ZERO_BUBBLE,
         placement=_one_chunk,
         bubble=_fills_with_w,
+        slices=True,
     ),
     Family(
         "zb-2p",
@@ -232,6 +236,7 @@ _FAMILIES = (
         _ZERO_BUBBLE,
         placement=_one_chunk,
         bubble=_fills_with_more_forwards,
+        slices=True,
     ),
     Family(
         "v-zb",
@@ -276,6 +281,7 @@ _FAMILIES = (
         placement=_zigzag,
         bubble=_fill_of_chunks,
         chunk_step=2,
+        slices=True,
     ),
     Family(
         "dualpipe-v",

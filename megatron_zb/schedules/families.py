@@ -283,13 +283,16 @@ def zb_2p(request: Request) -> Schedule:
 
 
 def _automatic(name: str, request: Request, peak: int) -> Schedule:
-    placement = looped(request.pipeline_size)
+    placement, held = looped(request.pipeline_size), request.peak(peak)
+    orders = (_h1_order(request), _h2_order(request))
     known = [
         schedule
-        for order in (_h1_order(request), _h2_order(request))
-        for schedule in squeezed_if_it_fits(name, placement, order, request, peak)
+        for order in orders
+        for schedule in squeezed_if_it_fits(
+            name, placement, request.rules.in_units(placement, order), request, held
+        )
     ]
-    return PlacementSearch(name, placement, request, peak, known=known).run()
+    return PlacementSearch(name, placement, request, held, known=known).run()
 
 
 def _h1_order(request: Request) -> list[list[Pass]]:
@@ -326,7 +329,7 @@ def wave(request: Request) -> Schedule:
     if chunks < 2 or chunks % 2:
         raise UsageError(f"wave with {chunks} chunks: give an even number, such as 2 or 4")
     p = request.pipeline_size
-    return PlacementSearch("wave", placement.wave(p, chunks), request, p).run()
+    return PlacementSearch("wave", placement.wave(p, chunks), request, request.peak(p)).run()
 
 
 # --- two chunks per rank in a V
@@ -429,7 +432,7 @@ def v_half_peak(p: int) -> float:
 def one_f_one_b_v(request: Request) -> Schedule:
     """Build 1F1B-V: BW alone on a V, three quarters of 1F1B's memory without a split backward."""
     p = request.pipeline_size
-    peak = one_f_one_b_v_peak(p)
+    peak = request.peak(one_f_one_b_v_peak(p))
     return PlacementSearch("1f1b-v", v_shape(p), request, peak, split=False).run()
 
 

@@ -144,7 +144,7 @@ class Timeline:
                 change = sign * self.costs.of(p.microbatch).memory["activation"][p.stage]
             found.append(change)
         # the host takes at the end of a pass and frees at its start: the reverse of a device
-        return tuple(-held.within for held in walk(-change for change in found))
+        return tuple(0.0 - held.within for held in walk(-change for change in found))
 
     def memory_curve(self, rank: int) -> tuple[float, ...]:
         """Return the memory held while each pass of a rank runs, in units of activation."""

@@ -19,7 +19,16 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import ScheduleSettings
 from megatron_zb.job.shared_build import pack, unpack
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule, JobSizes
-from megatron_zb.schedules import Costs, InvalidSchedule, Pass, PassKind, Schedule, lower, simulate
+from megatron_zb.schedules import (
+    Costs,
+    InvalidSchedule,
+    Pass,
+    PassKind,
+    Schedule,
+    catalog,
+    lower,
+    simulate,
+)
 from megatron_zb.schedules.features.sliced_bounds import sliced_bound
 from megatron_zb.schedules.features.slices import SlicedRules, Slicing, least_tokens, slicing_of
 from megatron_zb.schedules.layout import Layers
@@ -33,7 +42,7 @@ from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.search.runner import Runner
 
 F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
-NAMES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto")
+NAMES = tuple(name for name in schedules.names() if catalog.family(name).slices)
 
 
 def _costs(p: int, p2p: float = 0.0625, **choices: float) -> Costs:
@@ -477,7 +486,7 @@ def test_show_and_export(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["gpipe", "--slices", "2"], "gpipe has no slices: give one of 1f1b"),
+        (["dualpipe-v", "--slices", "2"], "dualpipe-v has no slices: give one of gpipe, 1f1b"),
         (["1f1b", "--slices", "2", "--offload", "1"], "1f1b has a fixed order"),
         (["v-zb", "--slices", "2", "--forward-comm", "1"], "communication in F and B"),
         (["v-zb", "--slices", "2", "--output", "x.html"], "no page for slices"),

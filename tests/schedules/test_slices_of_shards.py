@@ -13,14 +13,23 @@ from hypothesis import strategies as st
 
 from megatron_zb import schedules
 from megatron_zb.job.shared_build import pack, unpack
-from megatron_zb.schedules import Costs, InvalidSchedule, Pass, PassKind, Schedule, lower, simulate
+from megatron_zb.schedules import (
+    Costs,
+    InvalidSchedule,
+    Pass,
+    PassKind,
+    Schedule,
+    catalog,
+    lower,
+    simulate,
+)
 from megatron_zb.schedules.features.slices import Slicing, slicing_of
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.request import LimitTooSmall
 from megatron_zb.schedules.simulator import Timeline
 
 F, B, W, BW, O, P, V, E, G = map(PassKind, ("F", "B", "W", "BW", "O", "P", "V", "E", "G"))  # noqa: E741
-NAMES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb", "auto")
+NAMES = tuple(name for name in schedules.names() if catalog.family(name).slices)
 HOP, OUTPUT, HELD = 0.0625, 2.0, 0.25
 
 
