@@ -157,6 +157,14 @@ def test_a_sliced_step_is_megatrons_up_to_rounding(ranks: RankPools, what: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpipe", "zb-h2", "zb-1p", "zb-2p", "1f1b-v", "wave"])
+def test_every_schedule_that_has_slices_trains(ranks: RankPools, name: str) -> None:
+    case = replace(PLAIN, layers=8)
+    found = ranks(2).run(distance, case=case, name=name, slices="4", forward_only=False)
+    assert max(found) < 1e-12
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "name"), every_value([*HYBRIDS], ["1f1b", "v-half", "auto"]))
 def test_a_hybrid_model_is_cut_as_a_gpt(ranks: RankPools, what: str, name: str) -> None:
     case = as_hybrid(HYBRIDS[what])
