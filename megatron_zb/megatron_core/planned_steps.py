@@ -228,7 +228,7 @@ def _too_long(current: CurrentSchedule, costs: Any, limit: Sequence[float]) -> U
     largest = costs.for_placement(placement).largest_activation
     needed = max(sum(largest[s] for s in held) for held in placement.stages_of)
     share = costs.one_f_one_b_peak()
-    why = "no order of them was found that does"
+    why = "no order was found that fits"
     if needed > max(limit):
         why = f"the longest alone takes {needed / share:.4g} of it"
     return UsageError(

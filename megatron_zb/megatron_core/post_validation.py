@@ -90,7 +90,7 @@ class PostValidation:
         self._before: _Before | None = None
         self._put_off: list[Callable[[], None]] = []
         self.outcome: StepOutcome | None = None
-        """StepOutcome of the latest step that has been validated."""
+        """Outcome of the latest step that has been validated."""
         self._take_over(chunks)
 
     def _take_over(self, chunks: Sequence[Any]) -> None:

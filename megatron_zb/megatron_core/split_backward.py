@@ -1,7 +1,8 @@
-"""Weights whose gradient is left to W, and what B gives autograd in their place.
+"""Split backward of linear layers: B returns the input gradient and defers the weight gradient.
 
-W computes the gradient of one use of a weight: its product with the layer's input. So a layer is
-split only where that is the whole gradient, and where nobody waits for it in B:
+B puts the weight gradient of a layer into a queue, and W runs the queue. W computes the gradient of
+one use of a weight: its product with the layer's input. So a layer is split only where that is the
+whole gradient, and where B does not need it:
 
 - the weight is a leaf parameter of the layer, not the result of a parametrization;
 - it has no hooks, which would get nothing in B and would not run in W;

@@ -172,8 +172,8 @@ class HandoffBuffer:
 class ShardPasses:
     """Passes O and V of one rank in one step, and those of its shard of the ``embedding``.
 
-    ``handoff`` is that of the rank of the last stage, None on others; ``first`` the first stage
-    where this rank has step.
+    ``handoff`` is that of the rank of the last stage, None on others; ``first`` is the first stage,
+    on the rank that has it.
     """
 
     split = None

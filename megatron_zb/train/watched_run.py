@@ -81,7 +81,7 @@ def _watch(
     new_records = NewRecords(records)
     heard = time.monotonic()
     while True:
-        # ProfileRequest first, so that what it wrote before its end is still read.
+        # Ask for its end first, so that what it wrote before is still read.
         has_ended = process.poll() is not None
         for record in new_records():
             heard = time.monotonic()

@@ -530,8 +530,14 @@ def local_search(
 ) -> float:
     """Improve ``order``, of each rank's codes, and ``flags``, into ``best`` and ``best_flags``.
 
-    Threshold accepting on the orders themselves: a move changes one rank, the schedule is timed
-    again, and the change is kept if it loses no more than a threshold that falls to zero. ``flags``
+    Local search by threshold accepting:
+
+    1. Times the order (:func:`replay`), which gives the critical path.
+    2. Keeps the last move if it loses no more than a threshold, which falls to zero; else takes it
+       back.
+    3. Moves a pass of the critical path by some places on its rank, or pairs or recomputes it.
+
+    ``flags``
     say by code of F what is paired with the backward behind it, where passes communicate, and what
     is recomputed otherwise; with both, 1 is paired, 2 recomputed and 3 both. Returns the makespan
     of ``best``.
@@ -793,6 +799,12 @@ def move_pass(
 ) -> tuple[int, int]:
     """Move a pass by some places on its rank, or keep an activation that was recomputed.
 
+    1. With recomputation, one of sixteen moves, and each of an R, keeps a unit that is recomputed,
+       and every second one of these recomputes another in its place.
+    2. Else the pass, or the one before it, goes up to ten places, mostly to an earlier one.
+    3. The move is refused where it passes one of its row, or of its unit and stage.
+    4. It is taken back where the rank would exceed its memory.
+
     Returns the rng, and the rank that was changed, -1 if none could be.
     """
     rng = (rng * 1103515245 + 12345) % _MODULUS
@@ -866,8 +878,14 @@ def move_pair(
 ) -> tuple[int, int]:
     """Move a pass or a pair, pair two passes, part a pair, or swap the backwards of two pairs.
 
-    Or keep an activation that was recomputed, or the reverse. Returns the rng, and the rank that
-    was changed, -1 if none could be.
+    1. With recomputation, one of four moves keeps a unit that is recomputed, or the reverse.
+    2. Half of the others, and all of a W, shift the pass, or its pair, by up to ten places.
+    3. Of a pair, three of eight part it, the others swap its backward with one up to ten places
+       away.
+    4. A single pass is paired with the nearest single one of the other direction.
+    5. The move is taken back where a row loses its order, or the rank exceeds its memory.
+
+    Returns the rng, and the rank that was changed, -1 if none could be.
     """
     rng = (rng * 1103515245 + 12345) % _MODULUS
     choice = (rng >> 12) % 16
@@ -1140,10 +1158,12 @@ def fill_gaps(
 ) -> int:
     """Run all ranks in order of time; fill waits with W and V. Return the number of passes placed.
 
-    F and B keep the order of ``gaps.leads``. P and O run as soon as they are ready, at most
-    ``room`` O before their V. A W fills a wait of at least ``eagerness`` times its seconds, or runs
-    at once where the next F would exceed the memory; a V likewise with ``eagerness_of_shards``,
-    or where ``room`` is used up.
+    1. The next event is the earliest time at which a rank is free, or an input of it arrives.
+    2. A free rank runs P or O if one is ready, at most ``room`` O before their V.
+    3. Else it waits for the next F or B, which keep the order of ``gaps.leads``. A W fills a wait
+       of at least ``eagerness`` times its seconds, or runs at once where the next F would exceed
+       the memory; a V likewise with ``eagerness_of_shards``, or where ``room`` is used up.
+    4. What it has run is published to the passes that read it, whose ranks get an event.
 
     ``space.counts[c * ranks + r]`` counts on rank r what has been taken from ``leads`` (c = 0),
     placed (1), put into ``pending`` and taken from it (2, 3), put into ``of_shards`` and taken from

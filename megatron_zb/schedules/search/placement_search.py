@@ -105,7 +105,7 @@ class PlacementSearch:
         found = at(problem.limit)
         if self.thorough and problem.num_passes <= _SMALL:
             found = _or_below(found, problem, at)
-        if request.back_to_back:  # the search is luck in part: never worse than for one iteration
+        if request.back_to_back:  # a heuristic: it may do better for one iteration
             found = min((found, at(problem.limit, ())), key=period)
         schedule = self.schedule(found.ranks)
         return fuse_for_free(schedule, request.costs) if self.split else schedule
