@@ -33,8 +33,7 @@ from megatron_zb.plan.strategy import (
 from megatron_zb.plan.vocabulary import CountedShard, can_be_shared
 from megatron_zb.plan.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, catalog
-from megatron_zb.schedules.bounds import lower_bound, period_bound
-from megatron_zb.schedules.features.sliced_bounds import sliced_bound
+from megatron_zb.schedules.bounds import Grain, lower_bound, period_bound
 from megatron_zb.schedules.placement import Placement
 
 # --- estimates by formula
@@ -266,9 +265,8 @@ class PlanJob:
             seconds = bound(staged.placement, m, costs.for_placement(staged.placement), left)
         else:
             table = slicing.costs(costs, m).for_placement(staged.placement)
-            if not table.keeps_all:  # memory bounds no time
-                left = [math.inf] * len(left)
-            seconds = sliced_bound(staged.placement, table, left, slicing.slices, joined=False)
+            grain, units = Grain(slicing.slices), m * slicing.slices
+            seconds = lower_bound(staged.placement, units, table, left, grain)
         seconds += at_least(staged, post_validation=self.post_validation)
         strategy = staged.load.strategy
         gpus = strategy.tensor * strategy.pipeline * strategy.data

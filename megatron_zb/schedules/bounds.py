@@ -2,14 +2,18 @@
 
 No order of passes can beat them, so the distance to them is the most that is left to gain. They
 generalise the bound of *Pipeline Parallelism with Controllable Memory* (arXiv 2405.15362) to
-unequal costs, links and memory.
+unequal costs, links and memory, and to token slices: a microbatch is a grid of stages and slices, a
+whole one has one slice. F of slice i on stage s depends on F(s - 1, i) and on F(s, i - 1), and B in
+reverse, so the critical path through the grid bounds the time of a step.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from operator import sub
 from typing import NamedTuple, TypeAlias
 
@@ -21,69 +25,243 @@ _F, _B, _W, _BW, _R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.
 _O, _P, _V = PassKind.O, PassKind.P, PassKind.V
 
 
+class Grain(NamedTuple):
+    """How units make microbatches: a number of slices each, with one W for all if ``joined``."""
+
+    slices: int = 1
+    joined: bool = False
+
+
+WHOLE = Grain()
+
+
 def lower_bound(
-    placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
+    placement: Placement,
+    num_units: int,
+    costs: StageCosts,
+    limit: Sequence[float],
+    grain: Grain = WHOLE,
 ) -> float:
     """Return a lower bound in seconds for any schedule; ``limit[r]`` is in units of activation.
 
-    For every rank: its work, the wait until its first F or B, and the wait after its last F, when
-    only what memory could hold is left to do; its work with that on its shard of an output layer
-    that is sharded, which may fill these waits, and the time until its first F; and Little's law,
-    by which memory times time cannot be less than what all activations take. Communication that a
-    pair can hide counts as work where nothing is there to hide it: before the first B, when all F
-    run alone. Where activations can be recomputed, those are whose memory times time costs the
-    fewest seconds. Where they can be offloaded, those that hold most for the seconds of their
-    copies, as many as the copy engines carry.
+    For every rank, the largest of
+
+    1. its work, with the wait until its first F or B, and the wait after its last F, when only what
+       memory could hold is left to do;
+    2. its work with that on its shard of an output layer that is sharded, which may fill these
+       waits, and the time until its first F;
+    3. Little's law: memory times time cannot be less than what all activations take.
+
+    Communication that a pair can hide counts as work where nothing is there to hide it: before the
+    first B, when all F run alone. Where activations can be recomputed, those are whose memory times
+    time costs the fewest seconds. Where they can be offloaded, those that hold most for the seconds
+    of their copies, as many as the copy engines carry; of slices, memory bounds no time then.
     """
-    if not costs.keeps_all:
-        return _bound_with_recompute_or_offload(placement, num_microbatches, costs, limit)
-    usable = usable_limit(placement, num_microbatches, costs, limit)
-    rows = _shortest_rows(costs, num_microbatches)
-    ends = shortest(costs.of(0)), shortest(costs.of(num_microbatches - 1))
-    starts = earliest_starts(placement, costs)
+    step = _Step(placement, costs, num_units, grain)
+    if not costs.keeps_all and grain.slices == 1:
+        return _bound_with_recompute_or_offload(step, limit)
+    usable = _usable_limits(step, limit)
     return max(
-        max(
-            _waits(placement, rows, ends, usable[rank], rank),
-            starts[rank] + _whole_work(placement, _hidden(rows), rank),
-            residency,
-        )
-        for rank, residency in enumerate(_residencies(placement, rows, usable))
+        max(step.waits(rank, most), step.arrival(rank) + step.whole_work(rank), residency)
+        for rank, (most, residency) in enumerate(zip(usable, step.residencies(usable), strict=True))
     )
 
 
 def period_bound(
-    placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
+    placement: Placement,
+    num_units: int,
+    costs: StageCosts,
+    limit: Sequence[float],
+    grain: Grain = WHOLE,
 ) -> float:
     """Return a lower bound in seconds for each of many iterations with no barrier between them.
 
     The work of the busiest rank, and Little's law: waits at the ends of an iteration do not count,
     because the next one fills them.
     """
-    usable = usable_limit(placement, num_microbatches, costs, limit)
-    rows = _shortest_rows(costs, num_microbatches)
-    hiding = _hidden(rows)
-    if not costs.keeps_all:
-        usable = (math.inf,) * placement.pipeline_size
-    work = (_whole_work(placement, hiding, rank) for rank in range(placement.pipeline_size))
-    return max(*work, *_residencies(placement, rows, usable))
+    step = _Step(placement, costs, num_units, grain)
+    usable = _usable_limits(step, limit)
+    return max(*map(step.whole_work, range(placement.pipeline_size)), *step.residencies(usable))
 
 
-def _bound_with_recompute_or_offload(
-    placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
-) -> float:
+def _usable_limits(step: _Step, limit: Sequence[float]) -> Sequence[float]:
+    if not step.costs.keeps_all:
+        return (math.inf,) * len(limit)
+    if step.grain.slices > 1:  # of other sizes, which fill any limit
+        return limit
+    return usable_limit(step.placement, step.num_units, step.costs, limit)
+
+
+class _Microbatch:
+    """Costs of the slices of one microbatch, shortened as far as any order could.
+
+    Args:
+        rows: costs of slice i.
+        joined: one W runs for all slices, that of the first row.
+    """
+
+    def __init__(self, rows: Sequence[StageCosts], *, joined: bool) -> None:
+        self.rows, self._joined = [shortest(row) for row in rows], joined
+        self.hiding = [hidden(row) for row in self.rows]
+
+    @cached_property
+    def there(self) -> list[list[float]]:
+        """By stage and slice, the seconds from the start of F to that of the first B."""
+        return self._ways([(row.seconds[_F], row.latency[_F]) for row in self.rows])
+
+    @cached_property
+    def back(self) -> list[list[float]]:
+        """By stage and slice, the seconds from the start of the first B to the end of B."""
+        return self._ways([(row.seconds[_B], row.latency[_B][1:]) for row in self.rows])
+
+    def _ways(self, rows: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[list[float]]:
+        """Return the longest ways to the last stage and slice, by stage and slice.
+
+        Args:
+            rows: seconds of the passes of a slice, and of its messages to each next stage.
+        """
+        stages = len(rows[0][0])
+        found = [[0.0] * len(rows) for _ in range(stages)]
+        for s in reversed(range(stages)):
+            for i, (seconds, latencies) in reversed([*enumerate(rows)]):
+                later = found[s][i + 1] if i + 1 < len(rows) else 0.0
+                onward = found[s + 1][i] + latencies[s] if s + 1 < stages else 0.0
+                found[s][i] = seconds[s] + max(later, onward)
+        return found
+
+    def arrival(self, stage: int) -> float:
+        """Return the earliest start of the first F of a stage."""
+        first = self.rows[0]
+        return sum(first.seconds[_F][s] + first.latency[_F][s] for s in range(stage))
+
+    def first_backward(self, stage: int) -> float:
+        """Return the earliest start of the first B of a stage."""
+        return self.there[0][0] + self.back[stage][-1] - self.rows[-1].seconds[_B][stage]
+
+    def after_forwards(self, stage: int) -> float:
+        """Return the least seconds from the last F of a stage to the end of the step."""
+        there = self.there[stage][-1] - self.rows[-1].seconds[_F][stage]
+        return there + self.back[0][0] + self.rows[0].seconds[_W][0]
+
+    def residency(self, stage: int, i: int) -> float:
+        """Return the seconds from the start of F of a slice to the end of its B, at least."""
+        return self.there[stage][i] + self.back[stage][i]
+
+    def memory_time(self, stage: int) -> float:
+        """Return the least memory times time of a stage's activations."""
+        total, rest = 0.0, 0.0  # seconds from the end of B of a slice to that of the last slice
+        for i, row in enumerate(self.rows):
+            total += row.memory["activation"][stage] * self.residency(stage, i)
+            weight = (self.rows[0] if self._joined else row).seconds[_W][stage]
+            total += _left(row, stage) * (weight + self._joined * rest)
+            rest += row.seconds[_B][stage]
+        return total
+
+    def forwards(self, stage: int) -> list[tuple[float, float]]:
+        """Return seconds of F of a stage, and the memory that it takes."""
+        return [(row.seconds[_F][stage], row.memory["activation"][stage]) for row in self.hiding]
+
+    def backwards(self, stage: int) -> list[tuple[float, float]]:
+        """Return seconds of B and W of a stage, and the memory that this much work has at least."""
+        each = [
+            (row.seconds[_B][stage], row.memory["activation"][stage], _left(row, stage))
+            for row in self.hiding
+        ]
+        if self._joined:
+            return [_least_dense(each[::-1], self.hiding[0].seconds[_W][stage])]
+        rows = zip(each, self.hiding, strict=True)
+        return [_least_dense([slice_], row.seconds[_W][stage]) for slice_, row in rows]
+
+    def work(self, stage: int) -> float:
+        """Return the seconds of F, B and W of a stage."""
+        rows = (row.seconds for row in self.hiding)
+        return sum(of[_F][stage] + of[_B][stage] + of[_W][stage] for of in rows)
+
+    def shard_work(self, placement: Placement, rank: int) -> float:
+        """Return the seconds of a rank's shard of the output layer."""
+        shards = [row.seconds for row in self.rows if _O in row.seconds]
+        at, is_end = placement.num_stages + rank, rank == placement.rank_of[-1]
+        return sum(of[_O][at] + of[_V][at] + (of[_P][-1] if is_end else 0.0) for of in shards)
+
+    def exposed(self, stages: Sequence[int]) -> float:
+        """Return the least share of F by itself in which it only communicates."""
+        return min(_exposed_share(row, s) for row in self.rows for s in stages)
+
+
+class _Step:
+    """All microbatches of a step, equal ones counted."""
+
+    def __init__(
+        self, placement: Placement, costs: StageCosts, num_units: int, grain: Grain
+    ) -> None:
+        self.placement, self.costs, self.grain, self.num_units = placement, costs, grain, num_units
+        if not costs.microbatches:
+            one = _Microbatch([costs] * grain.slices, joined=grain.joined)
+            self.counted, self.first, self.last = [(num_units // grain.slices, one)], one, one
+            return
+        rows, n = costs.microbatches, grain.slices
+        keys = [tuple(map(id, rows[at : at + n])) for at in range(0, len(rows), n)]
+        row_of = {id(row): row for row in rows}
+        made = {
+            key: _Microbatch([row_of[each] for each in key], joined=grain.joined)
+            for key in dict.fromkeys(keys)
+        }
+        self.counted = [(count, made[key]) for key, count in Counter(keys).items()]
+        self.first, self.last = made[keys[0]], made[keys[-1]]
+
+    def arrival(self, rank: int) -> float:
+        """Return the earliest start of a rank."""
+        return self.first.arrival(self.placement.stages_of[rank][0])
+
+    def work(self, rank: int) -> float:
+        """Return the seconds of F, B and W of a rank."""
+        stages = self.placement.stages_of[rank]
+        return sum(count * sum(map(it.work, stages)) for count, it in self.counted)
+
+    def whole_work(self, rank: int) -> float:
+        """Return the seconds of all passes of a rank, with those of its shard."""
+        more = (count * it.shard_work(self.placement, rank) for count, it in self.counted)
+        return self.work(rank) + sum(more)
+
+    def residencies(self, limit: Sequence[float]) -> list[float]:
+        """Return the least seconds of each rank by Little's law."""
+        taken = (
+            sum(count * it.memory_time(s) for count, it in self.counted for s in stages)
+            for stages in self.placement.stages_of
+        )
+        return [of / most if most > 0 else 0.0 for of, most in zip(taken, limit, strict=True)]
+
+    def waits(self, rank: int, limit: float) -> float:
+        """Return the work of a rank and its waits at both ends.
+
+        What only communicates at the beginning counts as a wait.
+        """
+        stages = self.placement.stages_of[rank]
+        pieces = [(count, it, s) for count, it in self.counted for s in stages]
+        forwards = [(count, *of) for count, it, s in pieces for of in it.forwards(s)]
+        backwards = [(count, *of) for count, it, s in pieces for of in it.backwards(s)]
+        arrival, first = self.arrival(rank), self.first.first_backward(stages[-1])
+        exposed = min(it.exposed(stages) for _, it in self.counted)
+        before = max(arrival + exposed * (first - arrival), first - _most(limit, forwards))
+        after = max(0.0, self.last.after_forwards(stages[-1]) - _most(limit, backwards))
+        holds_all = sum(count * memory for count, _, memory in forwards) <= limit
+        return self.work(rank) + (max(before, after) if holds_all else before + after)
+
+
+# --- recomputation and offload
+
+
+def _bound_with_recompute_or_offload(step: _Step, limit: Sequence[float]) -> float:
     """Return a lower bound with recomputation and offload: two knapsacks for every rank.
 
     Fractional ones: of the seconds that the rank has for R, and of those of its copy engines. The
     waits at both ends are those without a limit, under which there may be more of them.
     """
-    rows = _shortest_rows(costs, num_microbatches)
-    ends = shortest(costs.of(0)), shortest(costs.of(num_microbatches - 1))
-    starts, hiding = earliest_starts(placement, costs), _hidden(rows)
     found = 0.0
-    recomputes, offloads = _recompute_savings(placement, rows), _offload_savings(placement, rows)
-    for rank, kept in enumerate(_residencies(placement, rows, (1.0,) * placement.pipeline_size)):
-        found = max(found, _waits(placement, rows, ends, math.inf, rank))
-        seconds = starts[rank] + _whole_work(placement, hiding, rank)  # R may fill other waits
+    recomputes, offloads = _recompute_savings(step), _offload_savings(step)
+    for rank, kept in enumerate(step.residencies((1.0,) * step.placement.pipeline_size)):
+        found = max(found, step.waits(rank, math.inf))
+        seconds = step.arrival(rank) + step.whole_work(rank)  # R may fill other waits
 
         def fits(time: float, rank: int = rank, kept: float = kept, work: float = seconds) -> bool:
             saved = _most_saved(recomputes[rank], time - work) + _most_saved(offloads[rank], time)
@@ -130,7 +308,7 @@ def _most_saved(savings: Iterable[_Saving], seconds: float) -> float:
     return total
 
 
-def _recompute_savings(placement: Placement, rows: _Rows) -> list[list[_Saving]]:
+def _recompute_savings(step: _Step) -> list[list[_Saving]]:
     """Return the memory that R saves on each stage of each rank, and its seconds."""
 
     def saving(row: StageCosts, stage: int, held: float) -> tuple[float, float]:
@@ -138,10 +316,10 @@ def _recompute_savings(placement: Placement, rows: _Rows) -> list[list[_Saving]]
         rest = row.memory["activation"][stage] - row.memory["kept_input"][stage]
         return rest * (held - again - row.seconds[_B][stage]), again
 
-    return _savings(placement, [it for it in rows if "kept_input" in it[1].memory], saving)
+    return _savings(step, lambda row: "kept_input" in row.memory, saving)
 
 
-def _offload_savings(placement: Placement, rows: _Rows) -> list[list[_Saving]]:
+def _offload_savings(step: _Step) -> list[list[_Saving]]:
     """Return the memory that offload saves on each stage of each rank, and an engine's seconds."""
 
     def saving(row: StageCosts, stage: int, held: float) -> tuple[float, float]:
@@ -151,29 +329,24 @@ def _offload_savings(placement: Placement, rows: _Rows) -> list[list[_Saving]]:
         busy = copy if row.copies.full_duplex else 2.0 * copy
         return row.memory["activation"][stage] * there, busy
 
-    return _savings(placement, [it for it in rows if it[1].copies is not None], saving)
+    return _savings(step, lambda row: row.copies is not None, saving)
 
 
 def _savings(
-    placement: Placement,
-    rows: _Rows,
+    step: _Step,
+    has: Callable[[StageCosts], bool],
     saving: Callable[[StageCosts, int, float], tuple[float, float]],
 ) -> list[list[_Saving]]:
-    last = placement.num_stages - 1
-    found: list[list[_Saving]] = [[] for _ in range(placement.pipeline_size)]
-    for count, row in rows:
-        for stage, (held, _) in enumerate(_residency(placement, row)[:last]):
-            saved, seconds = saving(row, stage, held)
-            found[placement.rank_of[stage]].append(_Saving(count * saved, count * seconds))
+    found: list[list[_Saving]] = [[] for _ in range(step.placement.pipeline_size)]
+    for count, it in step.counted:
+        (row,) = it.rows
+        for stage in range(step.placement.num_stages - 1) if has(row) else ():
+            saved, seconds = saving(row, stage, it.residency(stage, 0))
+            found[step.placement.rank_of[stage]].append(_Saving(count * saved, count * seconds))
     return found
 
 
-_Rows: TypeAlias = Sequence[tuple[int, StageCosts]]
-"""Costs that microbatches have, each with the number of those that have it."""
-
-
-def _shortest_rows(costs: StageCosts, num_microbatches: int) -> _Rows:
-    return [(count, shortest(row)) for count, row in costs.rows(num_microbatches)]
+# --- costs and limits
 
 
 def shortest(costs: StageCosts) -> StageCosts:
@@ -195,13 +368,10 @@ def hidden(costs: StageCosts) -> StageCosts:
     return replace(costs.with_seconds(seconds), exchange={})
 
 
-def _hidden(rows: _Rows) -> _Rows:
-    return [(count, hidden(row)) for count, row in rows]
-
-
 def earliest_starts(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
     """Return the earliest start of the first microbatch on each rank, in seconds."""
-    return tuple(_forward_time(costs.of(0), 0, held[0]) for held in placement.stages_of)
+    first = _Microbatch([costs.of(0)], joined=False)
+    return tuple(first.arrival(held[0]) for held in placement.stages_of)
 
 
 def usable_limit(
@@ -218,6 +388,10 @@ def usable_limit(
         _usable(rows, min(most, _all_activations(rows, held)), held)
         for most, held in zip(limit, placement.stages_of, strict=True)
     )
+
+
+_Rows: TypeAlias = Sequence[tuple[int, StageCosts]]
+"""Costs that microbatches have, each with the number of those that have it."""
 
 
 def _all_activations(rows: _Rows, stages: Sequence[int]) -> float:
@@ -237,51 +411,6 @@ def _usable(rows: _Rows, limit: float, stages: Sequence[int]) -> float:
     return size * math.floor(limit / size * (1 + 1e-9) + 1e-9)
 
 
-def _waits(
-    placement: Placement, rows: _Rows, ends: tuple[StageCosts, StageCosts], limit: float, rank: int
-) -> float:
-    """Return the work of a rank and its waits at both ends, for the first and last microbatch.
-
-    What only communicates at the beginning counts as a wait.
-    """
-    first, last = ends
-    hiding = _hidden(rows)
-    stages, stop = placement.stages_of[rank], placement.num_stages
-    arrival = _forward_time(first, 0, stages[0])
-    first_backward = _forward_time(first, 0, stop) + _backward_time(first, stop - 1, stages[-1])
-    forwards = _most(
-        limit,
-        (
-            (count, row.seconds[_F][s], row.memory["activation"][s])
-            for count, row in hiding
-            for s in stages
-        ),
-    )
-    exposed = min(_exposed_share(row, s) for _, row in rows for s in stages)
-    before = max(arrival + exposed * (first_backward - arrival), first_backward - forwards)
-    back = (
-        _forward_time(last, stages[-1] + 1, stop)
-        + (last.latency[_F][stages[-1]] if stages[-1] + 1 < stop else 0.0)
-        + _backward_time(last, stop - 1, -1)
-        + last.seconds[_W][0]
-    )
-    backwards = _most(
-        limit,
-        (
-            (
-                count,
-                row.seconds[_B][s] + row.seconds[_W][s],
-                min(row.memory["activation"][s], _least(row, s)),
-            )
-            for count, row in hiding
-            for s in stages
-        ),
-    )
-    after = max(0.0, back - backwards)
-    holds_all = _all_activations(rows, stages) <= limit
-    return _work(hiding, stages) + (max(before, after) if holds_all else before + after)
-
-
 def _exposed_share(costs: StageCosts, stage: int) -> float:
     """Return the share of F by itself in which it only communicates."""
     if _F not in costs.exchange or costs.seconds[_F][stage] <= 0:
@@ -289,35 +418,32 @@ def _exposed_share(costs: StageCosts, stage: int) -> float:
     return costs.exchange[_F][stage] / costs.seconds[_F][stage]
 
 
-def _work(rows: _Rows, stages: Sequence[int]) -> float:
-    return sum(
-        count * sum(row.seconds[_F][s] + row.seconds[_B][s] + row.seconds[_W][s] for s in stages)
-        for count, row in rows
-    )
+def _left(row: StageCosts, stage: int) -> float:
+    """Return the memory that a unit holds from B to W."""
+    return row.memory["held_for_weight"][stage]
 
 
-def _whole_work(placement: Placement, rows: _Rows, rank: int) -> float:
-    """Return the seconds of all passes of a rank, with those of its shard of the vocabulary."""
-    total = _work(rows, placement.stages_of[rank])
-    stages = placement.num_stages
-    for count, row in rows:
-        if _O in row.seconds:
-            loss = row.seconds[_P][-1] if rank == placement.rank_of[-1] else 0.0
-            shard = row.seconds[_O][stages + rank] + row.seconds[_V][stages + rank]
-            total += count * (shard + loss)
-    return total
+def _least_dense(
+    slices: Sequence[tuple[float, float, float]], weight: float
+) -> tuple[float, float]:
+    """Return the seconds of all B and their W, and their memory at its least per second left.
 
-
-def _least(costs: StageCosts, stage: int) -> float:
-    """Return the memory per (B+W) second at its densest: an activation, or what is kept after B."""
-    backward, weight = costs.seconds[_B][stage], costs.seconds[_W][stage]
-    if weight <= 0:
-        return costs.memory["activation"][stage]
-    return costs.memory["held_for_weight"][stage] * (backward + weight) / weight
+    Args:
+        slices: seconds of B, memory before and after, in the order in which B runs.
+        weight: seconds of W.
+    """
+    seconds = sum(backward for backward, _, _ in slices) + weight
+    left, memory = seconds, sum(before for _, before, _ in slices)
+    least = memory / left if left > 0 else 0.0
+    for backward, before, after in slices:
+        left, memory = left - backward, memory + after - before
+        if left > 1e-9 * seconds:
+            least = min(least, memory / left)
+    return seconds, least * seconds
 
 
 def _most(limit: float, items: Iterable[tuple[int, float, float]]) -> float:
-    """Return the most time whose memory fits: ``(count, seconds, memory)`` of pieces."""
+    """Return the most seconds whose memory fits: ``(count, seconds, memory)`` of pieces."""
     total = 0.0
     for count, seconds, memory in sorted(items, key=lambda it: it[2] / it[1] if it[1] else 0.0):
         if memory * count <= limit:
@@ -327,44 +453,3 @@ def _most(limit: float, items: Iterable[tuple[int, float, float]]) -> float:
             total += seconds * limit / memory
             break
     return total
-
-
-def _forward_time(costs: StageCosts, start: int, stop: int) -> float:
-    """Return the seconds from the start of F on stage ``start`` to its arrival at ``stop``."""
-    seconds, latency = costs.seconds[_F], costs.latency[_F]
-    last = len(seconds) - 1  # what it sends to shards is no way of a microbatch through the stages
-    return sum(seconds[s] + (latency[s] if s < last else 0.0) for s in range(start, stop))
-
-
-def _backward_time(costs: StageCosts, start: int, stop: int) -> float:
-    """Return the seconds from the start of B on stage ``start`` down to its arrival at ``stop``."""
-    seconds, latency = costs.seconds[_B], costs.latency[_B]
-    return sum(seconds[s] + (latency[s] if s > 0 else 0.0) for s in range(start, stop, -1))
-
-
-def _residency(placement: Placement, row: StageCosts) -> list[tuple[float, float]]:
-    """Return of every stage the seconds from the start of F to the end of B, at least.
-
-    Beside them, memory times time of what is still held for W after that.
-    """
-    found = []
-    there = back = 0.0  # from the end of F on stage s to the start of B on stage s
-    for stage in range(placement.num_stages - 1, -1, -1):
-        between = there + back
-        held = row.seconds[_F][stage] + between + row.seconds[_B][stage]
-        found.append((held, row.memory["held_for_weight"][stage] * row.seconds[_W][stage]))
-        if stage > 0:
-            there += row.seconds[_F][stage] + row.latency[_F][stage - 1]
-            back += row.seconds[_B][stage] + row.latency[_B][stage]
-    return found[::-1]
-
-
-def _residencies(placement: Placement, rows: _Rows, limit: Sequence[float]) -> Iterable[float]:
-    taken = [0.0] * placement.pipeline_size
-    for count, row in rows:
-        for stage, (held, after) in reversed(list(enumerate(_residency(placement, row)))):
-            taken[placement.rank_of[stage]] += count * (
-                row.memory["activation"][stage] * held + after
-            )
-    for rank, memory_time in enumerate(taken):
-        yield memory_time / limit[rank] if limit[rank] > 0 else 0.0

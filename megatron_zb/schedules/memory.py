@@ -37,7 +37,7 @@ def peak(changes: Iterable[float]) -> float:
     return max((held.within for held in walk(changes)), default=0.0)
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """Part of an order in which a rank holds more if it keeps a unit.
 
     Args:
@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
 
 def keep(
-    held: npt.NDArray[np.float64], units: Iterable[tuple[_Key, Span]], limit: float
+    held: npt.NDArray[np.float64], units: Iterable[tuple[_Key, Interval]], limit: float
 ) -> set[_Key]:
     """Return the units that a rank has room to keep, the first ones first.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
+from megatron_zb.schedules.bounds import Grain
 from megatron_zb.schedules.kinds import TRAINING_KINDS, Due, Home, Kind
 from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
@@ -212,6 +213,11 @@ class TrainingRules(Rules):
     def joins_weight(self) -> bool:
         """Whether one W runs for several units."""
         return False
+
+    @property
+    def grain(self) -> Grain:
+        """How units make microbatches."""
+        return Grain(self.units_at_once, self.joins_weight)
 
     def over(self, whole: TrainingRules) -> TrainingRules:
         """Return the rules of these units for work whose whole microbatches have other rules."""

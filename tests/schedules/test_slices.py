@@ -29,7 +29,7 @@ from megatron_zb.schedules import (
     lower,
     simulate,
 )
-from megatron_zb.schedules.features.sliced_bounds import sliced_bound
+from megatron_zb.schedules.bounds import Grain, lower_bound
 from megatron_zb.schedules.features.slices import SlicedRules, Slicing, least_tokens, slicing_of
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.lowering import WaitReceive
@@ -453,7 +453,7 @@ def test_the_bound_counts_the_messages_before_a_rank_has_work() -> None:
     """With all memory, a rank waits only for its first slice: an F of 4 and half a message."""
     costs = Costs.uniform(pipeline_size=2, forward=8.0, backward=8.0, weight=8.0, p2p=0.25)
     of_slices = Slicing.equal(2, joins_weight=False).costs(costs, 8).for_placement(looped(2))
-    found = sliced_bound(looped(2), of_slices, (100.0, 100.0), 2, joined=False)
+    found = lower_bound(looped(2), len(of_slices.microbatches), of_slices, (100.0, 100.0), Grain(2))
     assert found == pytest.approx(4.0 + 0.25 / 2 + 8 * 3 * 8.0)
 
 

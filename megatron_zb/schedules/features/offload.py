@@ -31,7 +31,7 @@ from megatron_zb.schedules.costs import (
 )
 from megatron_zb.schedules.features.recompute_or_offload import RecomputeOrOffload
 from megatron_zb.schedules.kinds import Home
-from megatron_zb.schedules.memory import Span, keep
+from megatron_zb.schedules.memory import Interval, keep
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Limit, Request, keeps
@@ -313,9 +313,9 @@ class _Line:
         """
         place = {p: i for i, p in enumerate(line)}
 
-        def span(unit: tuple[int, int]) -> Span:
+        def span(unit: tuple[int, int]) -> Interval:
             start, fetch = place[Pass(PassKind.F, *unit)], place[Pass(PassKind.H, *unit)]
-            return Span(start + 1, fetch, self._size[unit])
+            return Interval(start + 1, fetch, self._size[unit])
 
         units = ((unit, span(unit)) for unit in self._shortest_lives_first())
         stay = keep(self._held(line), units, self._limit)

@@ -29,7 +29,7 @@ from megatron_zb.schedules.costs import (
     times,
 )
 from megatron_zb.schedules.features.recompute_or_offload import RecomputeOrOffload
-from megatron_zb.schedules.memory import Span, keep
+from megatron_zb.schedules.memory import Interval, keep
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
@@ -288,7 +288,7 @@ def _without_room(runner: Runner, line: _Rank, limit: float) -> set[int]:
     block, saved = runner.block, runner.recompute.saved
     place = {code: i for i, code in enumerate(line.codes)}
     spans = {
-        code: Span(place[code], place[3 * block + code], float(saved[code]))
+        code: Interval(place[code], place[3 * block + code], float(saved[code]))
         for code in line.codes
         if code < block
     }

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron_zb.schedules.features.offload import place_offload
 from megatron_zb.schedules.features.slices import STAYS
-from megatron_zb.schedules.memory import Span, keep, walk
+from megatron_zb.schedules.memory import Interval, keep, walk
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import Schedule
@@ -135,10 +135,10 @@ class _SlicedRank:
         for unit in keep(self.held, units, limit):
             del self._again[unit]
 
-    def _span(self, unit: tuple[int, int]) -> Span:
+    def _span(self, unit: tuple[int, int]) -> Interval:
         memory = self._costs.of(unit[1]).memory
         more = memory["activation"][unit[0]] - memory["kept_input"][unit[0]]
-        return Span(self._forward[unit][0], self._again[unit], more)
+        return Interval(self._forward[unit][0], self._again[unit], more)
 
     def passes(self) -> Iterator[Pass]:
         """Yield the passes, with the R of recomputed slices."""

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.auto import candidates
+from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.costs import with_all_kept
 from megatron_zb.schedules.families import (
     interleaved,
@@ -23,7 +24,6 @@ from megatron_zb.schedules.families import (
     v_min_offsets,
     v_zb_offsets,
 )
-from megatron_zb.schedules.features.sliced_bounds import sliced_bound
 from megatron_zb.schedules.features.sliced_memory import fitted, least_with_recomputation
 from megatron_zb.schedules.features.slices import SlicedRules, Slicing
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -103,15 +103,9 @@ class _Sliced:
 
     def bound(self, timeline: Timeline, limit: Sequence[float], *, back_to_back: bool) -> float:
         """Return a lower bound in seconds for any order on the placement of a timeline."""
-        rules = self.request.rules
-        return sliced_bound(
-            timeline.schedule.placement,
-            timeline.costs,
-            limit,
-            rules.units_at_once,
-            joined=rules.joins_weight,
-            back_to_back=back_to_back,
-        )
+        bound, m = period_bound if back_to_back else lower_bound, self.request.num_microbatches
+        placement = timeline.schedule.placement
+        return bound(placement, m, timeline.costs, limit, self.request.rules.grain)
 
 
 def _built(sliced: _Sliced) -> Schedule:
@@ -228,14 +222,9 @@ def _passes(placement: Placement, request: Request) -> int:
 
 def _bound(placement: Placement, request: Request) -> float:
     """Return a lower bound in seconds for any order on a placement."""
-    return sliced_bound(
-        placement,
-        request.costs.for_placement(placement),
-        request.limits(placement, float(request.num_microbatches)),
-        request.rules.units_at_once,
-        joined=request.rules.joins_weight,
-        back_to_back=request.back_to_back,
-    )
+    bound, m = period_bound if request.back_to_back else lower_bound, request.num_microbatches
+    table, limits = request.costs.for_placement(placement), request.limits(placement, float(m))
+    return bound(placement, m, table, limits, request.rules.grain)
 
 
 def _on(placement: Placement, request: Request) -> Schedule:
