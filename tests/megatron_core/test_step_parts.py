@@ -22,6 +22,8 @@ from megatron_zb.megatron_core.post_validation import PostValidationPart
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart
 from megatron_zb.runtime.channels import Channels
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import Channel
 from megatron_zb.schedules.placement import looped
 
@@ -69,7 +71,9 @@ def test_a_stage_that_two_parts_replace_is_of_both_types() -> None:
 
 @pytest.mark.parametrize("vocabulary_parallel", [True, False])
 def test_a_part_takes_the_place_of_one_of_its_type(vocabulary_parallel: bool) -> None:
-    costs = SimpleNamespace(vocabulary="cut" if vocabulary_parallel else None)
+    costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
+    if vocabulary_parallel:
+        costs = costs.having(Vocabulary(output=1.0, weight=1.0))
     current: Any = SimpleNamespace(costs=costs, slicing=None)
     found = parts.PartList(PHYSICAL, current)
     before = [type(part) for part in found.in_order()]

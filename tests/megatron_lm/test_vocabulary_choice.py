@@ -148,7 +148,7 @@ def test_a_memory_limit_that_only_a_whole_one_keeps_leaves_it_whole() -> None:
     """A refused schedule is a reason, not an error, and the limit is kept."""
 
     def build(name: str, **request: Any) -> schedules.Schedule:
-        if request["costs"].vocabulary is not None:
+        if request["costs"].feature(Vocabulary) is not None:
             raise UsageError("v-half cannot keep the memory limit of 0.5 of 1F1B: rank 1 needs 0.6")
         return catalog.build(name, **request)
 
@@ -222,7 +222,7 @@ def on_ranks(
     def of(rank: int) -> PipelineAdapter:
         def build(name: str, **request: Any) -> schedules.Schedule:
             built.append(rank)
-            if refused and request["costs"].vocabulary is not None:
+            if refused and request["costs"].feature(Vocabulary) is not None:
                 raise UsageError(refused)
             return catalog.build(name, **request)
 
