@@ -244,7 +244,8 @@ class _Step:
         exposed = min(it.exposed(stages) for _, it in self.counted)
         before = max(arrival + exposed * (first - arrival), first - _most(limit, forwards))
         after = max(0.0, self.last.after_forwards(stages[-1]) - _most(limit, backwards))
-        holds_all = sum(count * memory for count, _, memory in forwards) <= limit
+        held = sum(count * memory for count, _, memory in forwards)
+        holds_all = held <= limit * (1 + 1e-9)  # the limit may be a sum in another order
         return self.work(rank) + (max(before, after) if holds_all else before + after)
 
 

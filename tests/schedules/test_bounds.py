@@ -9,7 +9,9 @@ from itertools import product
 from typing import Any
 
 import pytest
+import schedule_digest
 
+from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.costs import MOST_RANKS, Costs
@@ -182,3 +184,15 @@ def test_what_moving_saves_by_hand() -> None:
         moves = costs.having(Offload(seconds=[1.0, 1.0], full_duplex=full_duplex))
         found = lower_bound(PLACEMENT, M, moves.for_placement(PLACEMENT), [1.0, 9.0])
         assert found == pytest.approx(12.0 - 2.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["lengths", "stages", "vocabulary", "slices", "joined"])
+def test_no_bound_is_above_a_schedule_that_was_found(kind: str) -> None:
+    """Where all activations fit exactly, sums in another order must not look like less room."""
+    for name, given in schedule_digest.requests(kind, 8, seed=0):
+        try:
+            report = schedules.build(name, **given).report
+        except UsageError:
+            continue
+        assert report is not None
+        assert report.lower_bound <= report.makespan * (1 + 1e-9), (name, given)

@@ -59,12 +59,12 @@ def brief_search(
     effort: Effort,
     lower_bound: float,
     known: Sequence[Sequence[Sequence[Pass]]] = (),
-    *,
+    seed: int = 0,
     further: Effort = _NO_EFFORT,
 ) -> Found:
     """Search as always, with a small part of the effort."""
     effort, further = _least(effort, _MOST), _least(further, _MOST_WALKED)
-    return search(problem, effort, lower_bound, known, further=further)
+    return search(problem, effort, lower_bound, known, seed, further)
 
 
 def brief_search_of_pairs(
