@@ -56,7 +56,7 @@ class Settings(ScheduleSettings):
         pipeline_warm_up: ``on`` or ``off``; None runs first passes on all stages at once on GPUs.
         pipeline_profile: measure the first steps and write this file for ``megatron-zb plan``.
             Steps planned later count what attention was measured to take.
-        pipeline_replan_every: build the schedule anew for measured costs every so many steps.
+        pipeline_replan_every: steps after which the schedule is built anew for measured costs.
         pipeline_timeout: seconds without progress in a step after which the job is ended; 0 never.
         nccl_communicator_config_path, high_priority_stream_groups: as for Megatron-LM.
 
@@ -156,7 +156,7 @@ def _of_config(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_batch(args: argparse.Namespace, num_microbatches: int) -> None:
-    """Set a batch that makes so many microbatches, since trainers have other words for it."""
+    """Set a batch that makes a number of microbatches, since trainers have other words for it."""
     ranks = args.tensor_model_parallel_size * args.context_parallel_size
     ranks *= args.pipeline_model_parallel_size
     args.world_size = getattr(args, "world_size", None) or ranks

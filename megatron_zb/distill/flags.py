@@ -453,7 +453,7 @@ def _check_routed(args: argparse.Namespace, shape: BlockShape, block: int) -> No
     """
     groups = getattr(args, "moe_router_num_groups", None) or 1
     of_groups = getattr(args, "moe_router_group_topk", None) or 1
-    least = -(-args.moe_router_topk // of_groups) * groups  # so many of each group it chooses
+    least = -(-args.moe_router_topk // of_groups) * groups  # of each group that it chooses
     each = math.lcm(args.expert_model_parallel_size, groups)
     if shape.num_experts % each or shape.num_experts < least:
         raise UsageError(

@@ -133,7 +133,7 @@ _NO_OTHERS = ("llama4", "mamba", "sparsify")
 
 
 def _candidate(config: Mapping[str, Any], experts: int) -> Candidate:
-    """Return the candidate of a configuration; of a block whose teacher has so many experts.
+    """Return the candidate of a configuration, from the number of experts of the block's teacher.
 
     Raises:
         KeyError, TypeError, ValueError: it has what no candidate has.

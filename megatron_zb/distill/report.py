@@ -90,7 +90,7 @@ class StepBar:
         self._progress.console.show_cursor(True)  # a rank that ends early would leave it hidden
 
     def update(self, *, completed: int) -> None:
-        """Show so many steps as done."""
+        """Show a number of steps as done."""
         self._progress.update(self._task, completed=completed)
 
     def say(self, text: str) -> None:
@@ -113,7 +113,7 @@ class Board:
 
     @classmethod
     def of(cls, store: Store, lanes: Lanes, places: int) -> Board:
-        """Build the board of this rank, in a job that trains on so many places."""
+        """Build the board of this rank, in a job that trains on a number of places."""
         rank = dist.get_rank()
         mine = None if lanes.tensor_lane(rank) else rank // lanes.tensor
         return cls(store, mine, places * lanes.expert)

@@ -175,7 +175,7 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, sharded: b
 
 
 def with_counted_vocabulary(costs: Costs, layers: int, output: float, *, predicts: bool) -> Costs:
-    """Return equal costs with an output layer, of so many layers, sharded over all ranks.
+    """Return equal costs with an output layer, which counts as layers, sharded over all ranks.
 
     Its logits and its part of the input gradient are O's, its weight gradient is V's. A run builds
     named schedules for these.

@@ -206,7 +206,7 @@ class Fit(CostModel):
         return with_prediction(costs) if profile.multi_token else costs
 
     def layouts(self, placement: Placement, variant: Variant) -> Sequence[Layout]:
-        """Return the even layout, and the one that counts the ends as so many layers.
+        """Return the even layout, and the one that counts the ends as layers.
 
         A layer of a hybrid model counts for as much as those of its kind take.
         """

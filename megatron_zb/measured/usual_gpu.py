@@ -60,7 +60,7 @@ class ShardOverhead:
         )
 
     def times(self, depths: int) -> ShardOverhead:
-        """Return the work for the tokens of so many depths of prediction."""
+        """Return the work for the tokens of a number of depths of prediction."""
         return ShardOverhead(depths * self.adding, depths * self.gathering, depths * self.traffic)
 
     def costs(

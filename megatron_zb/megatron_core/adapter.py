@@ -289,7 +289,7 @@ class PipelineAdapter:
         return layers_draw_weights(self.part(StreamsPart).streams)
 
     def watch(self, seconds: float | None, distributed_timeout_minutes: float) -> None:
-        """Let a watchdog end the job after so many seconds without progress in a step; 0 is never.
+        """Let a watchdog end the job after ``seconds`` without progress in a step; 0 is never.
 
         Without a number it is a little sooner than torch's own timeout, whose message names a
         collective and no rank. To be called before the first step.

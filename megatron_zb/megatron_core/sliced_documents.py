@@ -122,7 +122,7 @@ class Documents:
         """Run attention to the tokens of the same document.
 
         Args:
-            one: runs causal attention of the last queries of so many keys.
+            one: runs causal attention of queries that are the last ones of the keys.
             tensors: queries of a slice, and keys and values up to its end.
             start: the place of the first query.
         """

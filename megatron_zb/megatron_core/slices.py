@@ -295,7 +295,7 @@ class Prefix:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Run causal attention of the last queries of so many keys."""
+        """Run causal attention of queries that are the last ones of the keys."""
         mask = _causal(len(query), len(key), query.device) if self._is_local else None
         output: torch.Tensor = self._usual(query, key, value, mask, **more)
         return output
@@ -342,13 +342,13 @@ class _WithPrefix(torch.autograd.Function):
 
 @lru_cache(maxsize=64)  # documents have many lengths
 def _causal(queries: int, keys: int, where: torch.device) -> torch.Tensor:
-    """Return the mask of the last queries of so many keys: true for what they do not attend to."""
+    """Return the mask of queries that are the last of the keys: true where they do not attend."""
     ones = torch.ones(queries, keys, dtype=torch.bool, device=where)
     return ones.triu(1 + keys - queries)[None, None]
 
 
 def _rotated(cut: Cut, usual: Callable[..., Any], length: int, *more: Any, **options: Any) -> Any:
-    """Return rotary embeddings of the positions of a slice, of so many tokens."""
+    """Return rotary embeddings of the positions of a slice."""
     start, end = cut.tokens
     if cut.context.size > 1:  # those of packed sequences are not cut over ranks
         options["packed_seq"] = True

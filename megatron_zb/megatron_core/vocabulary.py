@@ -535,7 +535,7 @@ class FirstStage(_End):
 class TiedGradient:
     """The embedding's part of the gradient of a weight that the output layer shares.
 
-    It is added when the last of so many ``passes`` has run, so that sums have the same order in
+    It is added when the last of ``passes`` has run, so that sums have the same order in
     every schedule.
     """
 

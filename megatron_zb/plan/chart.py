@@ -24,7 +24,7 @@ class Axis:
 
     @classmethod
     def around(cls, values: Iterable[float], about: int = 5) -> Axis:
-        """Return an axis with about so many steps that has room for all values."""
+        """Return an axis that has room for all values, with about the given number of steps."""
         least, most = min(found := list(values)), max(found)
         span, size = most - least, max(abs(least), abs(most))
         step = round_step(span if span > 1e-9 * size else size or 1.0, about)

@@ -106,7 +106,7 @@ class CountedEncoder:
         return found + StateBytes(WEIGHT * here, GRADIENT * here, sharded, here)
 
     def flops(self, samples: float) -> float:
-        """Count the FLOPs that training on so many samples needs; F alone of a frozen one."""
+        """Count the FLOPs that training on a number of samples needs; F alone of a frozen one."""
         if self._encoder is None:
             return 0.0
         patches = self._encoder.patches

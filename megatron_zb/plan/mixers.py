@@ -70,7 +70,7 @@ class Mixer:
     scan_kernels: tuple[int, int] = (0, 0)
 
     def is_cut_by(self, tensor: int) -> bool:
-        """Return whether Megatron can cut it for so many tensor-parallel ranks."""
+        """Return whether Megatron can divide it by a number of tensor-parallel ranks."""
         shares = self.shared % tensor == 0 or tensor % self.shared == 0
         return shares and not any(size % tensor for size in self.divided)
 

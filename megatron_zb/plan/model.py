@@ -353,7 +353,7 @@ class ModelConfig(Section):
         return self.hybrid_layer_pattern or self._pattern
 
     def placed_pattern(self, counts: Sequence[int]) -> str:
-        """Return the pattern with ``|`` between stages that have so many of the plan's layers."""
+        """Return the pattern with ``|`` between stages, from the plan's layers of each."""
         letters = 1 if self.kinds else 2
         return layout.placed_pattern(self.pattern or "", [letters * count for count in counts])
 
@@ -439,7 +439,7 @@ class ModelConfig(Section):
         return grouped_attention(*sizes, gated=self.attention_output_gate)
 
     def is_cut_by(self, tensor: int) -> bool:
-        """Return whether Megatron can cut the layers and the vocabulary for so many ranks."""
+        """Return whether Megatron can divide layers and vocabulary by a number of ranks."""
         has_mlp = not self.kinds or mixers.MLP in self.kinds
         sizes = [self.vocabulary, *([self.ffn] if has_mlp else [])]
         found: list[Mixer] = []

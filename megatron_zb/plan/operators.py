@@ -151,7 +151,7 @@ def attention_flops(model: ModelConfig, tokens: int, sequence: int) -> float:
 def model_flops(
     model: ModelConfig, tokens: int, sequence: int, *, all_scores: bool = False
 ) -> float:
-    """Count the FLOPs that training on so many tokens needs: three times F.
+    """Count the FLOPs that training on a number of tokens needs: three times F.
 
     Masked scores are not counted unless ``all_scores`` requests them, as Megatron-LM and many
     papers count.

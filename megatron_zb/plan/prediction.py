@@ -223,9 +223,9 @@ def peak_of(
 Build = Callable[[Costs, int], Schedule]
 """Function that builds a schedule from costs and the number of microbatches."""
 
-# Above so many passes 3p and 4p microbatches are simulated, and the others continued from them; 4p
-# and 8p where activations are recomputed or offloaded, since the first microbatches need less of
-# it.
+# Above this number of passes 3p and 4p microbatches are simulated, and the others continued from
+# them; 4p and 8p where activations are recomputed or offloaded, since the first microbatches need
+# less of it.
 _MOST_PASSES = 16_000
 _TURNS, _MORE_TURNS = 4, 8
 

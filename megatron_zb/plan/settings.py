@@ -251,7 +251,7 @@ class PlanJob:
             raise UsageError(f"{flag}: microbatches cannot be cut, because {why}: leave it out")
 
     def of_single_samples(self, tokens: int) -> PlanJob:
-        """Return the job with microbatches of one sample of so many tokens."""
+        """Return the job with microbatches of one sample that has ``tokens`` tokens."""
         return replace(self, sequence=tokens, choices=replace(self.choices, microbatch=(1,)))
 
     def optimistic(self, staged: StageWorkload, m: int) -> float:

@@ -73,7 +73,7 @@ def with_slices(
 
 
 def are_long(load: Workload, least: int) -> bool:
-    """Return whether every slice has so many tokens on a rank that shares it; whole ones do."""
+    """Return whether every slice has ``least`` tokens on a rank that shares it; whole ones do."""
     slicing = load.slicing
     return slicing is None or min(slicing.lengths) >= least * load.strategy.spread
 
@@ -98,7 +98,7 @@ def held_by(held: Sequence[ActivationBytes], slicing: Slicing) -> list[Activatio
 
 
 def prefix(load: Workload, layers: int) -> float:
-    """Count the bytes of prefixes beside activations, in so many layers that attend.
+    """Count the bytes of prefixes beside activations, in the layers that attend.
 
     Keys and values have a place for all slices before their F has run. Their gradients, in 32 bits,
     are kept until B of the first slice; that of the layer whose B runs has 10 bytes more, and with

@@ -306,7 +306,7 @@ class CountedCosts(CostModel):
     load: Workload
 
     def layouts(self, placement: Placement, variant: Variant) -> Sequence[Layout]:
-        """Return the even layout, and the one that counts the ends as so many layers.
+        """Return the even layout, and the one that counts the ends as layers.
 
         A layer of a hybrid model counts for as much as those of its kind take. So does any beside
         an all-to-all that pairs hide, where the longer of the two counts.

@@ -226,7 +226,7 @@ def _context(sequence: int, tensor: int, asked: tuple[int, ...] | None) -> tuple
 def _experts(
     model: ModelConfig, device: DeviceConfig, ranks: int, choices: Choices
 ) -> Iterator[tuple[int, int]]:
-    """Yield sizes of expert and expert tensor parallelism within so many ranks.
+    """Yield sizes of expert and expert tensor parallelism within a number of ranks.
 
     Unless sizes are requested, experts are whole, and spread over as many ranks as stay in a node,
     or in eight nodes where a node has more than eight experts per GPU.

@@ -112,7 +112,7 @@ class SequenceLengths:
         return max(_ROUND, _ROUND * round(mean / _ROUND))
 
     def drawn(self, count: int, rng: random.Random) -> Packs:
-        """Return the sequences of so many microbatches."""
+        """Return the sequences of a number of microbatches."""
         if not self.packs:
             return [[self._sequence(rng)] for _ in range(count)]
         found: Packs = []
@@ -162,7 +162,7 @@ def evenly(sequences: Sequence[int], most: int) -> Packs:
 
 
 def into(sequences: Sequence[int], count: int) -> Packs:
-    """Pack sequences into so many microbatches of about the same length, the longest first."""
+    """Pack sequences into microbatches of about the same length, the longest first."""
     packs: Packs = [[] for _ in range(count)]
     for length in sorted(sequences, reverse=True):
         min(packs, key=sum).append(length)
@@ -256,7 +256,7 @@ class _Steps:
         return None if found is None else (found[1], found[0])
 
     def _rate_of(self, drawn: Sequence[Sequence[Sequence[int]]], count: int) -> float | None:
-        """Return the rate of sequences in so many even microbatches."""
+        """Return the rate of sequences in a number of even microbatches."""
         try:
             schedule = schedules.build(
                 self.row.family,

@@ -263,11 +263,11 @@ class Workload:
         return seconds + self.launches(parts.kernels) + (scores if parts.scores else 0.0)
 
     def products(self, weights: int) -> PassSeconds:
-        """Return the work of a part with so many weights and nothing between its two products."""
+        """Return the work of a part with ``weights`` and nothing between its two products."""
         return self._weights(weights, parts=1)
 
     def block(self, weights: int, *, attends: bool) -> PassSeconds:
-        """Return the work of a dense layer of so many weights; ``attends`` adds the scores."""
+        """Return the work of a dense layer of ``weights``; ``attends`` adds the scores."""
         work = self._weights(weights, parts=2) + self._traffic(operators_of(self.model, 0))
         return work + self._scores() if attends else work
 
@@ -331,15 +331,15 @@ class Workload:
         return slices * link.seconds(together * self._message() / slices) / together
 
     def moved(self, size: float) -> float:
-        """Return the seconds in which kernels read and write so many bytes."""
+        """Return the seconds in which kernels read and write a number of bytes."""
         return size / self.device.memory_bandwidth.reached
 
     def launches(self, kernels: int) -> float:
-        """Return the overhead of so many kernels."""
+        """Return the overhead of a number of kernels."""
         return kernels * self.strategy.slices * self.device.kernels.seconds
 
     def _begun(self, forward: int, backward: int, weight: int = 0) -> PassSeconds:
-        """Return the overhead of so many kernels in F, B and W."""
+        """Return the overhead of a number of kernels in F, B and W."""
         kernels = PassSeconds(forward, backward, weight) * self.strategy.slices
         return kernels * self.device.kernels.seconds
 

@@ -142,7 +142,7 @@ class HostMemory:
         self.taken_bytes = 0
 
     def take(self, nbytes: int) -> list[Segment]:
-        """Return memory of so many bytes, in parts, until :meth:`give_back`."""
+        """Return memory of the given number of bytes, in parts, until :meth:`give_back`."""
         parts: list[Segment] = []
         while nbytes:
             piece, start, end = self._free.pop() if self._free else self._new_piece(nbytes)

@@ -49,7 +49,7 @@ _ONE_CHUNK: tuple[_Family, ...] = (
     families.one_f_one_b,
     families.gpipe,
 )
-_V: dict[_Family, Callable[[int], float]] = {  # with their peaks on so many ranks
+_V: dict[_Family, Callable[[int], float]] = {  # with their peaks, by the number of ranks
     families.v_zb: float,
     families.dualpipe_v: families.dualpipe_v_peak,
     families.v_half: families.v_half_peak,

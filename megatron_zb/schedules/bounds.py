@@ -299,7 +299,7 @@ class _Saving(NamedTuple):
 
 
 def _most_saved(savings: Iterable[_Saving], seconds: float) -> float:
-    """Return the most that is saved in so many seconds, parts of units included."""
+    """Return the most that is saved in the given seconds, parts of units included."""
     total = 0.0
     worthwhile = (s for s in savings if s.saved > 0)
     for saving in sorted(worthwhile, key=lambda s: s.seconds / s.saved):

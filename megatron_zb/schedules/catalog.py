@@ -366,7 +366,7 @@ def build(
             ``costs.fixed``, for every rank or for each.
         chunks, group_size: model chunks per rank (interleaved, wave, auto) and microbatches that
             pass a chunk together (interleaved).
-        num_layers: lets ``auto`` leave out placements that cannot hold so many layers evenly.
+        num_layers: lets ``auto`` leave out placements that cannot hold them evenly.
         placement: binds ``auto`` to a placement, such as that of a model that has been built.
         back_to_back: make iterations short that follow one another with no barrier between them, as
             with optimizer post-validation: the next one fills the waits at the ends of this one.

@@ -134,7 +134,7 @@ def _evened(
     work[of[-1]] += output
 
     def gain(border: int, step: int) -> float:
-        """Return by how much the sum of squares falls if so many layers go one stage down."""
+        """Return by how much the sum of squares falls if a number of layers go one stage down."""
         here, there = borders[border], borders[border] + step
         one, other = of[border - 1], of[border]
         low, high = borders[border - 1], borders[border + 1]
@@ -262,7 +262,7 @@ def is_megatrons(letters: Letters, layers: Layers, placement: Placement) -> bool
 
 
 def lettered(layout: Layout, multi_token: int = 0) -> Letters:
-    """Return all layers of stages that have so many decoder layers, as letters."""
+    """Return all layers of stages as letters, from the number of decoder layers of each."""
     first, *others = ["t" * count for count in layout]
     *before, last = ["E" + first, *others]
     return (*before, last + "m" * multi_token + "L")
@@ -363,7 +363,7 @@ def pattern_kinds(pattern: str) -> str:
 
 
 def placed_pattern(pattern: str, counts: Iterable[int]) -> str:
-    """Return the pattern with ``|`` between stages that have so many layers."""
+    """Return the pattern with ``|`` between stages, from the number of layers of each."""
     layers = iter(pattern_kinds(pattern))
     written = "|".join("".join(islice(layers, count)) for count in counts)
     return written + pattern[len(main_pattern(pattern)) :]

@@ -133,7 +133,7 @@ class Limit(Written):
 
 
 def _rounded_up(value: float, digits: int) -> str:
-    """Return a number with so many digits that a limit of it suffices."""
+    """Return a number rounded up to the given digits, so that a limit of it suffices."""
     text = f"{value:.{digits}g}"
     if float(text) >= value * (1 - 1e-9):
         return text

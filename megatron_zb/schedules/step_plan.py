@@ -276,7 +276,7 @@ class PlanEffort:
     moves: int
 
     def number(self, timed: int, passes: int) -> int:
-        """Return how many schedules of so many passes can be timed; enough for small ones."""
+        """Return how many schedules of ``passes`` can be timed; enough for small ones."""
         return min(timed // passes, _ENOUGH)
 
 
@@ -522,7 +522,7 @@ class _Search:
         return _Candidate(order, codes, best, 0.0)
 
     def polished(self, found: _Candidate, moves: int) -> _Candidate:
-        """Return an order after so many moves of single passes."""
+        """Return an order after a number of moves of single passes."""
         runner = self._runner(found.order)
         coded = (self._array(found.codes), None)
         seconds, best = runner.polished(coded, moves, _THRESHOLD, -1.0, 0)

@@ -67,7 +67,7 @@ class Unit(int):
     slices: int
 
     def __new__(cls, value: int, slices: int) -> Unit:
-        """Return a unit of a microbatch with so many slices."""
+        """Return a unit of a microbatch that has ``slices`` slices."""
         unit = super().__new__(cls, value)
         unit.slices = slices
         return unit
@@ -292,7 +292,7 @@ class Slicing(Written):
         )
 
     def costs(self, costs: Costs, num_microbatches: int) -> SlicedCosts:
-        """Return the costs of all units of so many microbatches: to simulate a sliced schedule."""
+        """Return the costs of all units of a step: to simulate a sliced schedule."""
         whole = costs.microbatches or (costs,) * num_microbatches
         rows: dict[tuple[int, int], Costs] = {}
         for row in whole:

@@ -152,7 +152,7 @@ def _climb(
 
 @dataclass(frozen=True)
 class Climb:
-    """Settings of hill climbing: so many steps, a share ``favour`` of them from the best."""
+    """Settings of hill climbing: ``steps``, a share ``favour`` of them from the best."""
 
     rng: random.Random
     steps: int

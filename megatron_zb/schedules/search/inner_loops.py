@@ -364,7 +364,7 @@ def choose_action(
                 # room only once the oldest W has run
                 oldest = space.pending[graph.place[r] + space.oldest[r]]
                 after, makes_room = now + seconds[oldest], True
-        elif code >= graph.weights:  # of a shard, whose logits are held for so many microbatches
+        elif code >= graph.weights:  # of a shard, which holds the logits of few microbatches
             at = graph.stage[row]
             if space.in_flight[at] + graph.flight[code] > priorities.quota[at]:
                 continue

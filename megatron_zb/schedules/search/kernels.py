@@ -109,7 +109,7 @@ def _compiled() -> Compiled:
 
 
 def engine(passes: float) -> Engine:
-    """Return the faster engine for so many passes: small jobs do not wait for a compiler."""
+    """Return the faster engine for a number of passes: small jobs do not wait for a compiler."""
     is_ready = _compiled.cache_info().currsize > 0
     least = _WORTH_LOADING if is_ready else _WORTH_COMPILING
     return _compiled() if passes > least and available() else Plain()

@@ -1,6 +1,6 @@
 """Runs of the search's inner loops on one problem, and how many there is time for.
 
-The effort for so many seconds follows only from counts, so that every rank of a job agrees.
+The effort for a number of seconds follows only from counts, so that every rank of a job agrees.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Runner:
         seed: int,
         mean_weight: float = 0.0,
     ) -> tuple[float, Coded]:
-        """Return the best order that so many single moves lead to, its makespan first."""
+        """Return the best order of a local search of ``steps`` moves, its makespan first."""
         make = self.engine
         moves = Moves(steps, threshold * self.mean_pass, mean_weight, good_enough, seed)
         now, best = (
@@ -321,7 +321,7 @@ class Pace:
         run: of a run of the list scheduler, and ``run_per_rank`` more for each rank.
         move: of a move of the local search.
         most: effort beyond which next to nothing is found.
-        parts: what runs and moves get: one part in so many of all seconds.
+        parts: what runs and moves get: the seconds divided by these numbers.
     """
 
     run: float
@@ -338,7 +338,7 @@ PAIRS = Pace(50, 30, 24, Effort(runs=20_000, moves=700_000), (3, 1))  # for 8 ra
 
 
 def effort_of(problem: Problem, seconds: float, pace: Pace, most: Effort | None = None) -> Effort:
-    """Estimate runs and moves for so many seconds; plain Python only has time for some runs."""
+    """Estimate runs and moves for a number of seconds; plain Python only has time for some runs."""
     most, (of_runs, of_moves) = most or pace.most, pace.parts
     per_pass = pace.run + pace.run_per_rank * problem.placement.pipeline_size
     run = problem.num_passes * per_pass * 1e-9

@@ -71,7 +71,7 @@ def mean_seconds(
     draws: int = _DRAWS,
     seed: int = 0,
 ) -> float:
-    """Return the mean seconds of a schedule whose passes vary, of so many seeded draws."""
+    """Return the mean seconds of a schedule whose passes vary, over a number of seeded draws."""
     table = request.costs.for_placement(schedule.placement)
     rng = random.Random(seed)
     found = []
