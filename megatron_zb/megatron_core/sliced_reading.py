@@ -80,7 +80,7 @@ class SlicedReading:
         self._starts: dict[int, torch.Tensor] = {}
 
     def read_ahead(self, count: int) -> dict[int, torch.Tensor]:
-        """Read ``count`` microbatches; return where the document of each token starts, by number."""
+        """Read ``count`` microbatches; return where each token's document starts, by number."""
         self._ahead.extend(self._checked(self._next(), j) for j in range(count))
         return self._starts
 
