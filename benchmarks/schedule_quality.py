@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How good are the schedules? Against every published one, the lower bound, and unequal costs.
 
-Five parts, each printed as a table:
+Six parts, each printed as a table:
   grid     `auto` in every cell of data/frontier.csv (best known makespan of public schedulers at
            the same memory limit, all timed in one simulator), and against the schedules of the
            installed torch.distributed.pipelining in our own simulator
@@ -9,6 +9,7 @@ Five parts, each printed as a table:
            built from their median, both timed at the real ones
   parts    what each idea brings: four chunks, BW where it is free, memory that B frees
   time     seconds to generate, lowering and the proof against deadlock included
+  large    distance of `auto` to its lower bound at 16 and 32 ranks, and seconds of processor
   states   `auto` in every cell again with recomputation and offload, beside
            the makespans of --kept, which are those of an earlier grid; hours, so only where --parts
            names it
@@ -91,6 +92,7 @@ def main() -> None:
         "unequal": unequal,
         "parts": parts_of_the_gain,
         "time": generation_time,
+        "large": large,
         "states": states,
     }
     for name in args.parts or (name for name in parts if name != "states"):
@@ -107,7 +109,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--parts",
         nargs="*",
-        choices=["grid", "unequal", "parts", "time", "states"],
+        choices=["grid", "unequal", "parts", "time", "large", "states"],
         help="only these (default: all but states)",
     )
     parser.add_argument("--frontier", type=Path, default=FRONTIER, help="another grid to run")
@@ -504,6 +506,30 @@ def generation_time(args: argparse.Namespace) -> dict[str, float]:
         seconds[f"{name} p=64 m=512"] = _generate(name, 64, 512)
     _print_dictionary("seconds to generate and lower", seconds)
     return seconds
+
+
+def large(args: argparse.Namespace) -> list[list[float]]:
+    """Return p, m, the limit, the gap in percent and the seconds of processor of each search."""
+    found = []
+    for p, m in ((16, 32), (16, 64), (32, 128)):
+        for limit in (1.0, 0.625, 0.5):
+            start = time.process_time()
+            built = schedules.build(
+                "auto",
+                pipeline_size=p,
+                num_microbatches=m,
+                costs=_costs(p, (1.0, 1.2, 0.8, 0.05)),
+                memory_limit=limit,
+            )
+            seconds = round(time.process_time() - start, 1)
+            assert built.report is not None
+            found.append([p, m, limit, round(100 * built.report.gap, 2), seconds])
+    rows = {
+        f"p = {p:g}, m = {m:g}, limit {limit:g}": f"{gap} %, {seconds} s"
+        for p, m, limit, gap, seconds in found
+    }
+    _print_dictionary("auto at many ranks: gap, seconds", rows)
+    return found
 
 
 def _generate(name: str, p: int, m: int, limit: float | None = None) -> float:

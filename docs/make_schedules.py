@@ -71,6 +71,7 @@ def main() -> None:
         "grid": grid_table(quality),
         "unequal": unequal_table(quality),
         "time": time_table(quality),
+        "large": large_table(quality),
         "exact": exact_table(_read(args.docs / EXACT)),
         "others": others_table(_read(args.docs / OTHERS)),
         "varied": varied_table(_read(args.docs / VARIED)),
@@ -284,6 +285,16 @@ def time_table(quality: dict[str, Any]) -> list[str]:
             said.append(f"{kind} {' to '.join(f'{each:g}' for each in ends)}")
         lines.append(f"- {size}. {'; '.join(said).capitalize()}.")
     return lines
+
+
+def large_table(quality: dict[str, Any]) -> list[str]:
+    if "large" not in quality:
+        return missing("Searches at many ranks have", f"{QUALITY_COMMAND} --parts large")
+    rows = [
+        [f"{p:g}", f"{m:g}", f"{limit:g}", _percent(gap), f"{seconds:g}"]
+        for p, m, limit, gap, seconds in quality["large"]
+    ]
+    return table(("p", "m", "memory limit", "above the bound", "seconds of processor"), rows)
 
 
 def exact_table(exact: dict[str, Any]) -> list[str]:
