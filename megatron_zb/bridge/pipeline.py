@@ -164,7 +164,7 @@ class Pipeline:
         adapter, schedule = self.adapter, self.adapter.schedule
         placements, draws = (schedule.placement,), adapter.draws_by_layer
         refusals.check(asked_of(args).known(placements, draws_by_layer=draws))
-        refusals.check_step(args, schedule.name)
+        refusals.check_step(args, schedule.name, placement=schedule.placement)
         model.virtual_pipeline_model_parallel_size = adapter.virtual_pipeline_size
         if hasattr(model, _GROUP) and not _takes_group_size(schedule.name):
             setattr(model, _GROUP, 1)  # trainers round the number of microbatches up to it

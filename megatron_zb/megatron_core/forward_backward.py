@@ -123,7 +123,9 @@ class ForwardBackward:
         check_widths(config, self._physical.placement.num_stages)
         for part in self._parts:
             part.before_step(step)
-        refusals.check_step(config, step.program.schedule.name, adjust_tensor_shapes_fn)
+        schedule = step.program.schedule
+        placement = schedule.placement
+        refusals.check_step(config, schedule.name, adjust_tensor_shapes_fn, placement)
         with timed(config, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
             self._run(step)
         for part in reversed(self._parts):

@@ -41,8 +41,10 @@ class GraphsPart(StepPart):
     def before_step(self, step: Step) -> None:
         schedule = step.program.schedule
         facts = {part.fact: True for part in step.parts if part.fact}
-        other = self._captured not in (None, schedule) and not step.forward_only
-        refusals.check_step(step.config, schedule.name, has_another_order=other, **facts)
+        facts["has_another_order"] = (
+            self._captured not in (None, schedule) and not step.forward_only
+        )
+        refusals.check_step(step.config, schedule.name, facts=facts)
 
 
 def pass_order(schedule: Schedule, rank: int) -> list[int]:

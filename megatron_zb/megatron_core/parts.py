@@ -92,4 +92,6 @@ class PartList:
 
     def in_order(self) -> list[StepPart]:
         """Return all parts in the order in which steps call them."""
+        unknown = self._found.keys() - set(_ORDER)
+        assert not unknown, f"{sorted(it.__name__ for it in unknown)}: give each a place in _ORDER"
         return [self._found[kind] for kind in _ORDER if kind in self._found]

@@ -157,6 +157,8 @@ CONDITIONS: dict[str, Callable[[Asked], str | None]] = {
 
 Any other name is that of a flag: ``verify`` is the condition that ``--pipeline-verify`` is given.
 """
+STEP_CONDITIONS = ("any", "v")
+"""Those that are looked at before a step; post-validation and the warm-up look at their own."""
 
 
 def _condition(name: str) -> Callable[[Asked], str | None]:
@@ -265,7 +267,11 @@ def check(asked: Asked, stage: str = START) -> None:
 
 
 def check_step(
-    config: Any, schedule: str, adjust_tensor_shapes_fn: Any = None, **facts: bool
+    config: Any,
+    schedule: str,
+    adjust_tensor_shapes_fn: Any = None,
+    placement: Placement | None = None,
+    facts: Mapping[str, bool] | None = None,
 ) -> None:
     """Refuse settings of Megatron's config that would give wrong results silently.
 
@@ -273,7 +279,8 @@ def check_step(
         config: of Megatron, or arguments with the same names.
         schedule: its name.
         adjust_tensor_shapes_fn: the argument of Megatron's schedules.
-        facts: what else is true of the step, such as ``is_measured``.
+        placement: of its stages, for rows about placements.
+        facts: what else is true of the step by its name, such as ``is_measured``.
 
     Raises:
         UsageError: names the setting and the reason.
@@ -284,9 +291,11 @@ def check_step(
             f"adjust_tensor_shapes_fn cannot be combined with {choice}: set variable_seq_lengths, "
             "with which every message tells its shape"
         )
+    facts = dict(facts or {})
     draws = facts.get("draws_by_layer", False)
     asked = Asked(args=config, choice=choice, facts=facts, draws_by_layer=draws)
-    raise_first(refusals(asked, STEP, only=("any",)))
+    asked = replace(asked, placements=[] if placement is None else [placement])
+    raise_first(refusals(asked, STEP, only=STEP_CONDITIONS))
 
 
 def check_steps_taken_back(config: Any) -> None:

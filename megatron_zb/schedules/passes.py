@@ -79,8 +79,15 @@ class PassKind(str):
             words: its name in a legend.
             shades: its colours in pictures as #RRGGBB, of the first and of the last chunk of a
                 rank; pictures leave out a kind without.
+
+        Raises:
+            ValueError: another kind has these letters.
         """
-        if letters not in cls._registered:
+        known = cls._registered.get(letters)
+        if known is not None and known.words != words:
+            taken = " ".join(cls._registered)
+            raise ValueError(f"'{letters}' is {known.words}: give a letter other than {taken}")
+        if known is None:
             made = str.__new__(cls, letters)
             made.words, made.shades = words, shades
             cls._registered[letters] = made

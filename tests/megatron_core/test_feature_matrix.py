@@ -31,6 +31,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from ranks import RankPools
 
+from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.connections import ChannelsPart
@@ -137,6 +138,15 @@ def test_settings_that_cannot_be_served_are_refused(setting: str) -> None:
 def test_weights_of_which_a_rank_has_all_are_served() -> None:
     config = SimpleNamespace(gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1)
     check_step(config, "v-half")
+
+
+def test_a_step_is_refused_by_its_placement() -> None:
+    config = SimpleNamespace(sequence_packing_scheduler="dp_balanced")
+    v = schedules.build("v-half", pipeline_size=2, num_microbatches=2).placement
+    with pytest.raises(UsageError, match=r"^sequence_packing_scheduler .* v-half: "):
+        check_step(config, "v-half", placement=v)
+    straight = schedules.build("zb-h1", pipeline_size=2, num_microbatches=2).placement
+    check_step(config, "zb-h1", placement=straight)
 
 
 def sizes_of_groups() -> dict[str, int]:

@@ -464,6 +464,7 @@ def test_what_no_step_can_be_captured_with(settings: dict[str, Any]) -> None:
 def test_a_step_is_refused_with_what_a_graph_cannot_hold(fact: str) -> None:
     config = SimpleNamespace(cuda_graph_impl="transformer_engine")
     with pytest.raises(UsageError, match=r"^CUDA graphs .transformer_engine. .* v-half: "):
-        check_step(config, "v-half", **{fact: True})
-    check_step(config, "v-half", **{fact: False})
-    check_step(SimpleNamespace(cuda_graph_impl="none"), "v-half", **{fact: True})
+        check_step(config, "v-half", facts={fact: True})
+    check_step(config, "v-half", facts={fact: False})
+    none = SimpleNamespace(cuda_graph_impl="none")
+    check_step(none, "v-half", facts={fact: True})

@@ -91,6 +91,12 @@ def test_every_part_has_a_place_in_the_order() -> None:
     }
     assert known - {PostValidationPart} == set(parts._ORDER)
     assert len(parts._ORDER) == len(set(parts._ORDER))
+    costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
+    current: Any = SimpleNamespace(costs=costs, slicing=None)
+    found = parts.PartList(PHYSICAL, current)
+    found.add(StepPart())
+    with pytest.raises(AssertionError, match=r"'StepPart'.: give each a place in _ORDER"):
+        found.in_order()
 
 
 class Logging(StepPart):

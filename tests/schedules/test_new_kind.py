@@ -31,6 +31,7 @@ from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.part import Part
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.features.vocabulary import Vocabulary
+from megatron_zb.schedules.kinds import Home
 from megatron_zb.schedules.lowering import lower, runs_of, unfinished
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
@@ -122,6 +123,21 @@ def test_a_part_takes_nothing_unless_it_says_so() -> None:
     assert schedules.simulate(schedule, PLAIN).makespan == pytest.approx(
         schedules.simulate(built("zb-h1", PLAIN), PLAIN).makespan
     )
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half"])
+def test_a_part_stands_on_the_stages_of_its_home(name: str) -> None:
+    last = replace(PART, kind=replace(PART.kind, home=Home.LAST), memory=0.0, until=None)
+    schedule = built(name, PLAIN.having(last))
+    stages = [p.stage for rank in schedule.ranks for p in rank if p.kind is N]
+    assert stages == [schedule.placement.num_stages - 1] * M
+    assert schedules.simulate(schedule, PLAIN.having(last)).makespan > 0
+
+
+def test_the_letter_of_another_kind_is_refused() -> None:
+    assert PassKind.add("N", N.words) is N
+    with pytest.raises(ValueError, match="'N' is checkpoint: give a letter other than F B W"):
+        PassKind.add("N", "next")
 
 
 @pytest.mark.parametrize("other", ["recomputation", "offload"])

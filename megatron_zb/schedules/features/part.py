@@ -137,11 +137,17 @@ class Part(Feature):
         kind = schedule.rules.kind(p.kind)
         return kind is not None and self.follows in kind.roles
 
+    def stages(self, schedule: Schedule) -> set[int]:
+        """Return the stages that have passes of the part, by its home."""
+        own = self.kind.kind
+        return {row.stage for row in schedule.graph.rows if row.kind.kind is own}
+
     def _behind(self, rank: Sequence[Pass], schedule: Schedule) -> Iterator[Pass]:
         held_back: list[Pass] = []
+        stages = self.stages(schedule)
         for p in rank:
             yield p
-            if self.follow(schedule, p):
+            if p.stage in stages and self.follow(schedule, p):
                 held_back.append(p._replace(kind=self.kind.kind))
             if p not in schedule.pairs:
                 yield from held_back
@@ -160,9 +166,10 @@ class _Due:
     def __init__(self, part: Part, schedule: Schedule, timeline: Timeline) -> None:
         self._part, self._schedule, self._timeline = part, schedule, timeline
         self._end: dict[Pass, float] = {}
+        stages = part.stages(schedule)
         for rank, passes in enumerate(timeline.schedule.ranks):
             for p, end in zip(passes, timeline.end[rank], strict=True):
-                if part.follow(schedule, p):
+                if p.stage in stages and part.follow(schedule, p):
                     self._end[p._replace(kind=part.kind.kind)] = end
         self._found: dict[Pass, tuple[float, int]] = {}
         for p in sorted(self._end, key=lambda p: p.microbatch):
