@@ -96,7 +96,7 @@ def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
         raise UsageError("its stages stand elsewhere")
     if request.get("chunks") not in (None, found.placement.chunks):
         raise UsageError(f"it has {found.placement.chunks} chunks per rank")
-    limit = Limit.of(request.get("memory_limit"), request.get("memory_limit_bytes"), p)
+    limit = Limit.of(request.get("memory_limit"), p)
     costs: Costs | None = request.get("costs")
     if costs is not None:
         most = limit.per_rank(costs)

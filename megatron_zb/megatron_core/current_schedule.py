@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -282,7 +282,7 @@ class CurrentSchedule:
         Raises:
             UsageError: the memory limit cannot be kept with these costs.
         """
-        name, m, limit = self.schedule.name, self.schedule.num_microbatches, self._limits(True)
+        name, m, limit = self.schedule.name, self.schedule.num_microbatches, self._limit(True)
         return self._built(catalog.build, name, m, costs, limit)
 
     def keeps_limit(self, schedule: Schedule, costs: Costs) -> bool:
@@ -308,7 +308,7 @@ class CurrentSchedule:
             return schedule
         name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
         # forwards keep nothing
-        limit = {} if forward_only else self._limits(self._is_measured)
+        limit = None if forward_only else self._limit(self._is_measured)
         return self._built(self._build, name, num_microbatches, self.costs, limit)
 
     def step_limit(self, table: Schedule, costs: Costs) -> list[float]:
@@ -330,12 +330,12 @@ class CurrentSchedule:
             schedule = in_forward_order(schedule, self.costs)
         return lower(schedule, simulate(schedule, self.costs), captured=captured)
 
-    def _limits(self, is_measured: bool) -> dict[str, float | None]:
-        """Return the memory limit as arguments of ``schedules.build``."""
+    def _limit(self, is_measured: bool) -> Limit | float | None:
+        """Return the memory limit of a search, in bytes where costs are."""
         limit = self._settings.memory_limit
-        if limit is not None and is_measured and isinstance(limit.bytes, float):
-            return {"memory_limit_bytes": limit.bytes}
-        return {"memory_limit": None if limit is None else limit.share}
+        if limit is not None and is_measured and limit.bytes is not None:
+            return Limit(bytes=limit.bytes)
+        return None if limit is None else limit.share
 
     def _built(
         self,
@@ -343,7 +343,7 @@ class CurrentSchedule:
         name: str,
         num_microbatches: int,
         costs: Costs,
-        limit: Mapping[str, float | None],
+        limit: Limit | float | None,
     ) -> Schedule:
         placement, family = self.schedule.placement, catalog.family(name)
         group_size = self._settings.microbatch_group_size_per_vp_stage
@@ -356,7 +356,7 @@ class CurrentSchedule:
             group_size=group_size if family.takes_group_size else None,
             placement=placement,
             back_to_back=self._in_a_row,
-            **limit,
+            memory_limit=limit,
             **({} if self.slicing is None else {"slices": self.slicing}),
         )
 

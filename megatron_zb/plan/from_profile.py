@@ -349,7 +349,7 @@ def read(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[ScheduleCa
     m = arguments.microbatches
     if m is not None and m < 1:
         raise UsageError(f"--microbatches is {m}: give 1 or more")
-    Limit.of(arguments.memory_limit, None, profile.pipeline_size)  # refuses what is none
+    Limit.of(arguments.memory_limit, profile.pipeline_size)  # refuses what is none
     names = None if arguments.schedules is None else names_in(arguments.schedules)
     candidates = candidates_of(names)
     if names is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -342,8 +342,7 @@ def build(
     pipeline_size: int,
     num_microbatches: int,
     costs: Costs | None = None,
-    memory_limit: float | None = None,
-    memory_limit_bytes: float | Sequence[float] | None = None,
+    memory_limit: Limit | float | None = None,
     chunks: int | None = None,
     group_size: int | None = None,
     num_layers: int | None = None,
@@ -360,10 +359,9 @@ def build(
         num_microbatches: microbatches m per iteration, 1 or more.
         costs: of passes and messages; equal ones (1, 1, 1, no p2p) when left out.
         memory_limit: the most activation memory a rank may hold, as a fraction of 1F1B's peak,
-            which is p microbatches of activations on the first rank; None leaves the schedule its
-            own peak.
-        memory_limit_bytes: instead, the most of all memory, in the unit of ``activation`` and
-            ``costs.fixed``, for every rank or for each.
+            which is p microbatches of activations on the first rank; or ``Limit(bytes=...)``, the
+            most of all memory, in the unit of ``activation`` and ``costs.fixed``, for every rank or
+            for each. None leaves the schedule its own peak.
         chunks, group_size: model chunks per rank (interleaved, wave, auto) and microbatches that
             pass a chunk together (interleaved).
         num_layers: lets ``auto`` leave out placements that cannot hold them evenly.
@@ -412,7 +410,7 @@ def build(
     searched = costs
     for feature in costs.features:
         searched = feature.folded(searched)
-    limit = Limit.of(memory_limit, memory_limit_bytes, pipeline_size)
+    limit = Limit.of(memory_limit, pipeline_size)
     request = Request(
         pipeline_size,
         num_microbatches,

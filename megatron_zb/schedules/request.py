@@ -57,14 +57,14 @@ class Limit(Written):
         return cls.parse(value) if isinstance(value, str) else cls(float(value))
 
     @classmethod
-    def of(
-        cls, share: float | None, rank_bytes: float | Sequence[float] | None, pipeline_size: int
-    ) -> Limit:
-        """Build the limit of a search from its values, and check them.
+    def of(cls, given: Limit | float | None, pipeline_size: int) -> Limit:
+        """Build the limit of a search, which has the bytes of each rank, and check it.
 
         Raises:
             UsageError: both kinds of limit at once, or a limit that is not a positive number.
         """
+        limit = cls() if given is None else cls.given(given)
+        share, rank_bytes = limit.share, limit.bytes
         if share is not None and rank_bytes is not None:
             raise UsageError(
                 "give the memory limit as a fraction of 1F1B or in bytes per rank, not both"
@@ -74,7 +74,7 @@ class Limit(Written):
                 f"memory limit {share:g} is not a fraction of 1F1B's memory: give, for example, 0.5"
             )
         if isinstance(rank_bytes, int | float):
-            rank_bytes = [float(rank_bytes)] * pipeline_size
+            rank_bytes = (float(rank_bytes),) * pipeline_size
         if rank_bytes is None:
             return cls(share)
         if len(rank_bytes) != pipeline_size or not all(0 < b < float("inf") for b in rank_bytes):

@@ -65,12 +65,12 @@ def test_a_limit_is_bytes_where_costs_are_measured() -> None:
 @pytest.mark.parametrize("fraction", [0.0, -0.5, float("inf"), float("nan")])
 def test_a_limit_is_a_positive_finite_fraction(fraction: float) -> None:
     with pytest.raises(UsageError, match="is not a fraction of 1F1B's memory"):
-        Limit.of(fraction, None, 4)
+        Limit.of(fraction, 4)
 
 
 def test_a_limit_is_of_one_kind() -> None:
     with pytest.raises(UsageError, match="not both"):
-        Limit.of(0.5, 1e9, 4)
+        Limit.of(Limit(0.5, 1e9), 4)
 
 
 @pytest.mark.parametrize("activation", [1.0, 1.3, 0.7, 3.3333333, 1e9 / 7])

@@ -10,6 +10,7 @@ import pytest
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.request import Limit
 from megatron_zb.schedules.simulator import simulate
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
@@ -103,8 +104,9 @@ def test_the_bytes_that_a_refusal_names_are_those_of_the_rank_with_what_it_alway
     )
 
     def build(limits: list[float]) -> schedules.Schedule:
+        limit = Limit(bytes=tuple(limits))
         return schedules.build(
-            name, pipeline_size=4, num_microbatches=8, costs=costs, memory_limit_bytes=limits
+            name, pipeline_size=4, num_microbatches=8, costs=costs, memory_limit=limit
         )
 
     limits = [5001.0, 1e6, 1e6, 1e6]
