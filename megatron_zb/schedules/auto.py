@@ -23,7 +23,7 @@ from megatron_zb.schedules.features.recompute_or_offload import (
     with_recompute_or_offload,
 )
 from megatron_zb.schedules.placement import Placement, looped, wave
-from megatron_zb.schedules.request import Limit, LimitTooSmall, Request, keeps
+from megatron_zb.schedules.request import Limit, Request, keeps, least_refused
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import varied_passes
 from megatron_zb.schedules.search.place_w import fuse_for_free
@@ -70,8 +70,7 @@ def auto(request: Request) -> Schedule:
     Raises:
         UsageError: no placement fits under the limit, or a quick search has no placement.
     """
-    if request.limit.per_rank(request.costs) is None:
-        request = replace(request, limit=replace(request.limit, share=1.0))
+    request = request.within_one_f_one_b()
     if request.quick:
         if request.placement is None:
             raise UsageError("auto: a quick search needs the placement of the stages")
@@ -87,8 +86,7 @@ def auto(request: Request) -> Schedule:
             continue
         best += found
     if not best:
-        short = [error for error in refused if isinstance(error, LimitTooSmall)]
-        raise min(short, key=lambda error: error.needed, default=refused[0])
+        raise least_refused(refused)
     best.sort(key=lambda entry: (entry[0], entry[1].placement.chunks))
     steadiest = varied_passes.steadiest(best, request, _fastest_known(best, request))
     best.insert(0, best.pop(steadiest))

@@ -18,7 +18,6 @@ from megatron_zb.schedules.features.part import Part
 from megatron_zb.schedules.features.sliced_orders import (
     auto_of_slices,
     build_sliced,
-    within_one_f_one_b,
 )
 from megatron_zb.schedules.features.slices import Slicing, of_table
 from megatron_zb.schedules.features.vocabulary import Vocabulary, fastest_with_vocabulary
@@ -505,7 +504,7 @@ def _with_vocabulary(chosen: Family) -> Callable[[Request], Schedule]:
         peak, splits = request.peak(chosen.peak_microbatches(p, m)) + 1, chosen.splits_backward
         if chosen.placement is None:
             if request.rules.units_at_once > 1:
-                request, peak = within_one_f_one_b(request), m + 1.0
+                request, peak = request.within_one_f_one_b(), m + 1.0
             places = candidates_with_vocabulary(request)
         else:
             places = [chosen.placement(p, request.chunks)]

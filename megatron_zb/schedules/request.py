@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import Written, read_size
@@ -174,6 +174,12 @@ class LimitTooSmall(UsageError):
         return type(self), (self.args[0], self.needed)
 
 
+def least_refused(refused: Sequence[UsageError]) -> UsageError:
+    """Return the error whose limit is the smallest that can be kept, or the first of others."""
+    short = [error for error in refused if isinstance(error, LimitTooSmall)]
+    return min(short, key=lambda error: error.needed, default=refused[0])
+
+
 def _memory_of(peak: float, costs: StageCosts, stages: Sequence[int], p: int, m: int) -> float:
     """Return the activation memory of ``peak`` microbatches.
 
@@ -217,6 +223,12 @@ class Request:
     def peak(self, microbatches: float) -> float:
         """Return the units of a peak: those of one microbatch are all held before its first B."""
         return microbatches + self.rules.units_at_once - 1
+
+    def within_one_f_one_b(self) -> Request:
+        """Return the request with 1F1B's memory as the limit where it has none."""
+        if self.limit.per_rank(self.costs) is not None:
+            return self
+        return replace(self, limit=replace(self.limit, share=1.0))
 
     def ordered(self, name: str, placement: Placement, ranks: Sequence[Sequence[Pass]]) -> Schedule:
         """Return the schedule of an order of microbatches, whose passes count units."""

@@ -56,17 +56,12 @@ def test_less_than_half_a_kernel_waits_beside_the_computation(name: str) -> None
     assert max(rank.end for rank in gated) == pytest.approx(timeline.makespan)
 
 
-@pytest.mark.parametrize(
-    ("p", "m", "mean", "worst"),
-    [(8, 32, 0.8, 1.5), pytest.param(16, 64, 0.8, 2.5, marks=pytest.mark.full)],
-)
-def test_few_wait_where_the_vocabulary_is_sharded(
-    p: int, m: int, mean: float, worst: float
-) -> None:
+@pytest.mark.parametrize(("p", "m"), [(8, 32), pytest.param(16, 64, marks=pytest.mark.full)])
+def test_few_wait_where_the_vocabulary_is_sharded(p: int, m: int) -> None:
     costs = asymmetric(p).having(Vocabulary(output=0.5, weight=0.25, lookup=0.02))
     schedule = schedules.build("v-half", pipeline_size=p, num_microbatches=m, costs=costs)
     timeline = schedules.simulate(schedule, costs)
     found = waiting_kernels(schedules.lower(schedule, timeline), timeline.costs)
-    assert sum(rank.mean for rank in found) / p <= mean
-    assert max(rank.mean for rank in found) <= worst
+    assert sum(rank.mean for rank in found) / p <= 0.8
+    assert max(rank.mean for rank in found) <= 2.5
     assert max(rank.end for rank in found) <= timeline.makespan * 1.003

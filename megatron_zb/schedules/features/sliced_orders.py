@@ -28,7 +28,7 @@ from megatron_zb.schedules.features.sliced_memory import fitted, least_with_reco
 from megatron_zb.schedules.features.slices import SlicedRules, Slicing
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
-from megatron_zb.schedules.request import Limit, LimitTooSmall, Request, keeps
+from megatron_zb.schedules.request import Limit, LimitTooSmall, Request, keeps, least_refused
 from megatron_zb.schedules.schedule import Report, Schedule
 from megatron_zb.schedules.search.place_w import fuse_for_free, split_all, squeezed_if_it_fits
 from megatron_zb.schedules.search.placement_search import PlacementSearch
@@ -59,7 +59,7 @@ def build_sliced(
     if slicing.joins_weight is None:
         forms = [True, False] if may_join and slicing.weight_loss > 0 else [False]
     found: list[tuple[float, Schedule]] = []
-    refused: list[LimitTooSmall] = []
+    refused: list[UsageError] = []
     for joined in forms:
         cut = replace(slicing, joins_weight=joined)
         units = replace(
@@ -76,7 +76,7 @@ def build_sliced(
             assert schedule.report is not None
             found.append((schedule.report.period or schedule.report.makespan, schedule))
     if not found:
-        raise min(refused, key=lambda error: error.needed)
+        raise least_refused(refused)
     return min(found, key=lambda entry: entry[0])[1]
 
 
@@ -186,7 +186,7 @@ def auto_of_slices(request: Request) -> Schedule:
     Raises:
         UsageError: no placement fits under the limit.
     """
-    request = within_one_f_one_b(request)
+    request = request.within_one_f_one_b()
     best: tuple[float, Schedule] | None = None
     refused: list[UsageError] = []
     for placement in candidates(request):
@@ -204,16 +204,8 @@ def auto_of_slices(request: Request) -> Schedule:
         if best is None or seconds < best[0]:
             best = seconds, found
     if best is None:
-        short = [error for error in refused if isinstance(error, LimitTooSmall)]
-        raise min(short, key=lambda error: error.needed, default=refused[0])
+        raise least_refused(refused)
     return best[1]
-
-
-def within_one_f_one_b(request: Request) -> Request:
-    """Return the request with 1F1B's memory as the limit where it has none."""
-    if request.limit.per_rank(request.costs) is not None:
-        return request
-    return replace(request, limit=replace(request.limit, share=1.0))
 
 
 def _passes(placement: Placement, request: Request) -> int:
