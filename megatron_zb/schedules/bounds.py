@@ -184,7 +184,7 @@ class _Microbatch:
         return sum(of[_O][at] + of[_V][at] + (of[_P][-1] if is_end else 0.0) for of in shards)
 
     def exposed(self, stages: Sequence[int]) -> float:
-        """Return the least share of F by itself in which it only communicates."""
+        """Return the smallest fraction of exposed communication in an F that is not paired."""
         return min(_exposed_share(row, s) for row in self.rows for s in stages)
 
 
@@ -413,7 +413,7 @@ def _usable(rows: _Rows, limit: float, stages: Sequence[int]) -> float:
 
 
 def _exposed_share(costs: StageCosts, stage: int) -> float:
-    """Return the share of F by itself in which it only communicates."""
+    """Return the fraction of exposed communication in an F that is not paired."""
     if _F not in costs.exchange or costs.seconds[_F][stage] <= 0:
         return 0.0
     return costs.exchange[_F][stage] / costs.seconds[_F][stage]

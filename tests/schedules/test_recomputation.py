@@ -87,14 +87,14 @@ def test_a_table_keeps_r_and_an_evaluation_has_none() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"kept_input": -1.0}, "kept_input is"),
-        ({"kept_input": 0.1, "seconds": [1.0]}, "recompute has 1 entries, 2 are needed"),
+        (Recomputation(kept_input=-1.0), "kept_input is"),
+        (Recomputation(kept_input=0.1, seconds=[1.0]), "recompute has 1 entries, 2 are needed"),
     ],
 )
-def test_wrong_costs_are_refused(given: dict[str, float], said: str) -> None:
+def test_wrong_costs_are_refused(given: Recomputation, said: str) -> None:
     costs = Costs.uniform(pipeline_size=2, forward=1, backward=1, weight=1)
     with pytest.raises(UsageError, match=said):
-        costs.having(Recomputation(**given))  # type: ignore[arg-type]
+        costs.having(given)
 
 
 @pytest.mark.slow

@@ -56,12 +56,32 @@ def test_less_than_half_a_kernel_waits_beside_the_computation(name: str) -> None
     assert max(rank.end for rank in gated) == pytest.approx(timeline.makespan)
 
 
-@pytest.mark.parametrize(("p", "m"), [(8, 32), pytest.param(16, 64, marks=pytest.mark.full)])
-def test_few_wait_where_the_vocabulary_is_sharded(p: int, m: int) -> None:
+def sharded(p: int, m: int) -> tuple[list[float], float]:
+    """Return the mean kernels of every rank, and how much longer they make the step."""
     costs = asymmetric(p).having(Vocabulary(output=0.5, weight=0.25, lookup=0.02))
     schedule = schedules.build("v-half", pipeline_size=p, num_microbatches=m, costs=costs)
     timeline = schedules.simulate(schedule, costs)
     found = waiting_kernels(schedules.lower(schedule, timeline), timeline.costs)
-    assert sum(rank.mean for rank in found) / p <= 0.8
-    assert max(rank.mean for rank in found) <= 2.5
-    assert max(rank.end for rank in found) <= timeline.makespan * 1.003
+    return [rank.mean for rank in found], max(rank.end for rank in found) / timeline.makespan
+
+
+@pytest.mark.parametrize(("p", "m"), [(8, 32), pytest.param(16, 64, marks=pytest.mark.full)])
+def test_few_wait_where_the_vocabulary_is_sharded(p: int, m: int) -> None:
+    means, longer = sharded(p, m)
+    assert sum(means) / p <= 0.8
+    assert longer <= 1.003
+
+
+_WORSE = "1.96: the rank of the last stage waits for shards that run O at different times"
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "most"),
+    [
+        pytest.param(8, 32, 1.5, marks=pytest.mark.xfail(reason=_WORSE, strict=True)),
+        pytest.param(16, 64, 2.5, marks=pytest.mark.full),
+    ],
+)
+def test_few_wait_on_any_rank_where_the_vocabulary_is_sharded(p: int, m: int, most: float) -> None:
+    means, _ = sharded(p, m)
+    assert max(means) <= most

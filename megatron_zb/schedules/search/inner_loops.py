@@ -188,7 +188,7 @@ class ReplaySpace(NamedTuple):
 
 
 class PairCosts(NamedTuple):
-    """Seconds, by code, of a pass in which it only communicates, and the loss of a pair."""
+    """Seconds of exposed communication in a pass, by code, and the loss of a pair."""
 
     seconds: Any
     loss: float
