@@ -67,7 +67,7 @@ NEEDS = {
     "pipeline_memory_limit": "a schedule by its name. `auto` searches within the limit; a schedule "
     "with another name is refused if no order of it keeps the limit",
     "pipeline_schedule_cache": "a schedule that is searched, such as `auto`",
-    "pipeline_slices": "a GPT model with causal attention, and any schedule but `dualpipe-v`",
+    "pipeline_slices": "a GPT model with causal attention",
     "pipeline_recompute": "`auto` or a V schedule, with `--pipeline-memory-limit` where the "
     "schedule would otherwise fit",
     "pipeline_offload": "`auto` or a V schedule, with `--pipeline-memory-limit` where the "

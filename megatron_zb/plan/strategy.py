@@ -469,7 +469,7 @@ def sliced(whole: Sequence[ScheduleCandidate], *, named: bool) -> list[ScheduleC
     return [
         replace(candidate, name=f"{candidate.name} sliced", is_sliced=True)
         for candidate in (*more, *whole)
-        if not candidate.megatron and catalog.family(candidate.family).slices
+        if not candidate.megatron
     ]
 
 

@@ -33,17 +33,17 @@ from megatron_zb.schedules.stage_costs import communicates
 
 _QUICK_SECONDS = 0.5
 _SECONDS = {"v": 12.0, "wave": 3.0, "custom": 3.0, "looped": 0.5, "loop": 0.4}
+_SECONDS_OF_SLICES = (1.0, 3.0)  # and on the V: their searches gain less, and are longer
 _SECONDS_OF_RESTARTS = 16.0  # estimated with caution: measured, about half
 _SECONDS_OF_PAIRS = 24.0
 _MOST_CHUNKS = 4
-_LARGE_LOOP = 24_000  # passes: its order is good as it is, and a search takes long
+_LARGE = 24_000  # passes: known orders of loops, or of slices, are good, and a search takes long
 _STARTS = 3  # known orders that a search starts from, the fastest ones
 
 _Family = Callable[[Request], Schedule]
 
-_ONE_CHUNK: tuple[_Family, ...] = (
-    families.zb_1p,
-    families.zb_2p,
+_SEARCHED_ONE_CHUNK: tuple[_Family, ...] = (families.zb_1p, families.zb_2p)
+_FIXED_ONE_CHUNK: tuple[_Family, ...] = (
     families.zb_h1,
     families.zb_h2,
     families.one_f_one_b,
@@ -212,7 +212,7 @@ def _with_recompute_or_offload(
             raise refused or UsageError("nothing that keeps every activation is as fast")
         return min(found, key=lambda entry: entry[0])[1]
 
-    search = PlacementSearch("auto", placement, request, 2.0 * request.pipeline_size)
+    search = PlacementSearch("auto", placement, request, request.peak(2.0 * request.pipeline_size))
     best = with_recompute_or_offload(search, all_kept, orders)
     return [*found, (request.seconds(simulate(best, request.costs)), best)]
 
@@ -224,7 +224,7 @@ def _starting_orders(placement: Placement, request: Request) -> list[Schedule]:
         whole = replace(request, chunks=placement.chunks, group_size=None)
         free = replace(whole, costs=with_all_kept(request.costs), limit=Limit())
         loop = [families.interleaved(free)] if request.costs.feature(Offload) and m % p == 0 else []
-        return [*families.split_interleaved(p, m, placement.chunks), *loop]
+        return [*families.split_loops(free, placement.chunks), *loop]
     if placement == looped(p) and request.costs.feature(Offload):
         return [families.one_f_one_b(replace(request, limit=Limit()))]
     return starting_orders("auto", placement, request)
@@ -285,7 +285,7 @@ def _without_pairs(
             found.append((request.seconds(timeline), schedule))
 
     refused: UsageError | None = None
-    for build in _builders(placement):
+    for build in _builders(placement, is_sliced=request.rules.units_at_once > 1):
         if any(seconds <= bound * (1 + 1e-9) for seconds, _ in found):
             break
         try:
@@ -309,12 +309,17 @@ def _without_pairs(
 def _bound(placement: Placement, request: Request, limits: Sequence[float]) -> float:
     """Return a lower bound in seconds for any schedule of a placement."""
     bound = period_bound if request.back_to_back else lower_bound
-    table = request.costs.for_placement(placement)
-    return bound(placement, request.num_microbatches, table, limits)
+    table, m = request.costs.for_placement(placement), request.num_microbatches
+    return bound(placement, m, table, limits, request.rules.grain)
 
 
-def _builders(placement: Placement) -> list[Callable[[Request], list[Schedule]]]:
-    """Return builders of a placement's known orders: named schedules and a quick search."""
+def _builders(
+    placement: Placement, *, is_sliced: bool
+) -> list[Callable[[Request], list[Schedule]]]:
+    """Return builders of a placement's known orders: named schedules and a quick search.
+
+    Of slices, only fixed orders: a search for each name would take as long as the long one.
+    """
     p, chunks = placement.pipeline_size, placement.chunks
 
     def one(family: _Family) -> Callable[[Request], list[Schedule]]:
@@ -322,12 +327,17 @@ def _builders(placement: Placement) -> list[Callable[[Request], list[Schedule]]]
 
     out: list[Callable[[Request], list[Schedule]]] = []
     if placement == looped(p):
-        out += map(one, _ONE_CHUNK)
+        out += map(one, (*(() if is_sliced else _SEARCHED_ONE_CHUNK), *_FIXED_ONE_CHUNK))
     elif _is_loop(placement):
         out.append(one(families.interleaved))
     elif chunks % 2 == 0 and placement == wave(p, chunks):
-        out += [*map(one, _V), partial(families.squeezed_blocks, "auto")] if chunks == 2 else []
-        out.append(one(wave_schedule))
+        if chunks == 2:
+            out += [] if is_sliced else map(one, _V)
+            out.append(partial(families.squeezed_blocks, "auto"))
+        out += [] if is_sliced else [one(wave_schedule)]
+    if is_sliced:
+        loops = partial(_split_loops, placement=placement)
+        return [*out, *([loops] if _is_loop(placement) else [])]
     return [*out, one(partial(_quick, placement=placement))]
 
 
@@ -337,7 +347,7 @@ def _quick(request: Request, placement: Placement) -> Schedule:
     Raises:
         UsageError: the limit is below what the placement needs.
     """
-    peak = 2.0 * request.pipeline_size
+    peak = request.peak(2.0 * request.pipeline_size)
     if not request.costs.keeps_all:
         alone = replace(request, costs=with_all_kept(request.costs))
         orders = _starting_orders(placement, request)
@@ -355,10 +365,8 @@ def _split_loops(request: Request, placement: Placement) -> list[Schedule]:
 
     Searches alone are far from them.
     """
-    limits = request.limits(placement, 2.0 * request.pipeline_size)
-    orders = families.split_interleaved(
-        request.pipeline_size, request.num_microbatches, placement.chunks
-    )
+    limits = request.limits(placement, request.peak(2.0 * request.pipeline_size))
+    orders = families.split_loops(request, placement.chunks)
     timelines = [simulate(fuse_for_free(order, request.costs), request.costs) for order in orders]
     fitting = [timeline for timeline in timelines if keeps(timeline.peak_memory, limits)]
     return [timeline.schedule for timeline in sorted(fitting, key=request.seconds)]
@@ -369,7 +377,7 @@ def _is_loop(placement: Placement) -> bool:
 
 
 def _is_large(placement: Placement, request: Request) -> bool:
-    return 3 * request.num_microbatches * placement.num_stages > _LARGE_LOOP
+    return 3 * request.num_microbatches * placement.num_stages > _LARGE
 
 
 def _long(placement: Placement, request: Request, known: Sequence[Schedule]) -> Schedule:
@@ -378,10 +386,15 @@ def _long(placement: Placement, request: Request, known: Sequence[Schedule]) -> 
     Raises:
         UsageError: the limit is below what the placement needs.
     """
-    if known and _is_loop(placement) and _is_large(placement, request):
-        return known[0]
     kind = "v" if placement == wave(placement.pipeline_size, 2) else placement.name
-    search = PlacementSearch("auto", placement, request, 2.0 * request.pipeline_size, known=known)
+    is_sliced = request.rules.units_at_once > 1
+    is_good = _is_loop(placement) or (is_sliced and kind != "v")
+    if known and is_good and _is_large(placement, request):
+        return known[0]
+    peak = request.peak(2.0 * request.pipeline_size)
+    search = PlacementSearch("auto", placement, request, peak, known=known)
+    if is_sliced:
+        return replace(search, seconds=_SECONDS_OF_SLICES[kind == "v"]).run()
     return replace(
         search,
         seconds=_SECONDS["loop" if _is_loop(placement) else kind],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -15,14 +15,17 @@ from megatron_zb.schedules.auto import auto, candidates, candidates_with_vocabul
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, check_number
 from megatron_zb.schedules.features.part import Part
-from megatron_zb.schedules.features.sliced_orders import (
-    auto_of_slices,
-    build_sliced,
-)
-from megatron_zb.schedules.features.slices import Slicing, of_table
+from megatron_zb.schedules.features.recompute_or_offload import in_its_order
+from megatron_zb.schedules.features.slices import Slicing, of_table, sliced_requests
 from megatron_zb.schedules.features.vocabulary import Vocabulary, fastest_with_vocabulary
 from megatron_zb.schedules.placement import Placement, looped
-from megatron_zb.schedules.request import Limit, Request, check_size
+from megatron_zb.schedules.request import (
+    Limit,
+    LimitTooSmall,
+    Request,
+    check_size,
+    least_refused,
+)
 from megatron_zb.schedules.schedule import Report, Schedule
 from megatron_zb.schedules.simulator import simulate
 
@@ -97,8 +100,7 @@ class Family:
     tell which choices it leaves to the user; ``peak`` is for the default ones. ``bubble`` is the
     formula of ``docs/schedules.md``; ``interval`` the least seconds between two microbatches, where
     they can be more than a rank computes: the V schedules with little memory lose in each one where
-    F, B and W are unequal. ``searches`` tells that building takes a search, ``slices`` that it has
-    orders of token slices.
+    F, B and W are unequal. ``searches`` tells that building takes a search.
     """
 
     name: str
@@ -114,7 +116,6 @@ class Family:
     takes_chunks: bool = False
     takes_group_size: bool = False
     chunk_step: int = 1
-    slices: bool = False
     aliases: tuple[str, ...] = ()
 
     @property
@@ -158,7 +159,6 @@ _FAMILIES = (
         splits_backward=False,
         placement=_one_chunk,
         searches=False,
-        slices=True,
     ),
     Family(
         "1f1b",
@@ -169,7 +169,6 @@ _FAMILIES = (
         splits_backward=False,
         placement=_one_chunk,
         searches=False,
-        slices=True,
     ),
     Family(
         "interleaved",
@@ -183,7 +182,6 @@ _FAMILIES = (
         placement=_loop,
         bubble=_whole_passes_of_chunks,
         searches=False,
-        slices=True,
     ),
     Family(
         "1f1b-v",
@@ -193,7 +191,6 @@ _FAMILIES = (
         _CONTROLLABLE,
         splits_backward=False,
         placement=_v,
-        slices=True,
     ),
     Family(
         "zb-h1",
@@ -204,7 +201,6 @@ _FAMILIES = (
         placement=_one_chunk,
         bubble=_fills_with_w,
         searches=False,
-        slices=True,
     ),
     Family(
         "zb-h2",
@@ -215,7 +211,6 @@ _FAMILIES = (
         placement=_one_chunk,
         bubble=_fills_with_more_forwards,
         searches=False,
-        slices=True,
     ),
     Family(
         "zb-1p",
@@ -225,7 +220,6 @@ _FAMILIES = (
         _ZERO_BUBBLE,
         placement=_one_chunk,
         bubble=_fills_with_w,
-        slices=True,
     ),
     Family(
         "zb-2p",
@@ -235,7 +229,6 @@ _FAMILIES = (
         _ZERO_BUBBLE,
         placement=_one_chunk,
         bubble=_fills_with_more_forwards,
-        slices=True,
     ),
     Family(
         "v-zb",
@@ -246,7 +239,6 @@ _FAMILIES = (
         aliases=("zbv",),
         placement=_v,
         bubble=_fill_of_chunks,
-        slices=True,
     ),
     Family(
         "v-half",
@@ -257,7 +249,6 @@ _FAMILIES = (
         placement=_v,
         bubble=_fill_of_v_half,
         interval=_interval_of_v_half,
-        slices=True,
     ),
     Family(
         "v-min",
@@ -268,7 +259,6 @@ _FAMILIES = (
         placement=_v,
         bubble=_fill_of_v_min,
         interval=_interval_of_v_min,
-        slices=True,
     ),
     Family(
         "wave",
@@ -280,7 +270,6 @@ _FAMILIES = (
         placement=_zigzag,
         bubble=_fill_of_chunks,
         chunk_step=2,
-        slices=True,
     ),
     Family(
         "dualpipe-v",
@@ -298,7 +287,6 @@ _FAMILIES = (
         "the fastest of everything under the memory limit, by a longer search",
         "this package",
         takes_chunks=True,
-        slices=True,
     ),
 )
 
@@ -406,15 +394,11 @@ def build(
         )
     )
     _check_placement(chosen, placement, pipeline_size, chunks)
-    searched = costs
-    for feature in costs.features:
-        searched = feature.folded(searched)
-    limit = Limit.of(memory_limit, pipeline_size)
     request = Request(
         pipeline_size,
         num_microbatches,
-        searched,
-        limit,
+        costs,
+        Limit.of(memory_limit, pipeline_size),
         chunks=chunks,
         group_size=group_size,
         num_layers=num_layers,
@@ -422,28 +406,44 @@ def build(
         back_to_back=back_to_back,
         quick=quick,
     )
+    requests = [request]
     if slicing.slices > 1:
-        _check_slices(chosen)
-        build = _builder(chosen, costs, auto_of_slices)
-        whole, may_join = replace(request, costs=costs), chosen.searches
-        return build_sliced(chosen.name, build, whole, slicing, may_join=may_join)
-    schedule = _builder(chosen, searched, chosen.build)(request)
+        requests = sliced_requests(request, slicing, may_join=chosen.searches)
+    return _fastest(chosen, requests)
+
+
+def _fastest(chosen: Family, requests: Sequence[Request]) -> Schedule:
+    """Build the fastest schedule of requests that differ in how W of a microbatch is cut.
+
+    Raises:
+        UsageError: none of them can be built.
+    """
+    found: list[tuple[float, Schedule]] = []
+    refused: list[UsageError] = []
+    for request in requests:
+        try:
+            schedule = _built(chosen, request)
+        except LimitTooSmall as error:
+            refused.append(error)
+        else:
+            assert schedule.report is not None
+            found.append((schedule.report.period or schedule.report.makespan, schedule))
+    if not found:
+        raise least_refused(refused)
+    return min(found, key=lambda entry: entry[0])[1]
+
+
+def _built(chosen: Family, request: Request) -> Schedule:
+    """Build a schedule with the passes of all features of its costs, and its report."""
+    costs = searched = request.costs
+    for feature in costs.features:
+        searched = feature.folded(searched)
+    schedule = _builder(chosen, searched)(replace(request, costs=searched))
     for feature in costs.features:
         schedule = feature.added_to(schedule, costs)
     schedule = replace(schedule, name=chosen.name)
     schedule.check_ranks()
-    return _reported(schedule, replace(request, costs=costs))
-
-
-def _check_slices(chosen: Family) -> None:
-    """Refuse slices of a schedule that has none.
-
-    Raises:
-        UsageError: names those that have.
-    """
-    if not chosen.slices:
-        able = ", ".join(f.name for f in _FAMILIES if f.slices)
-        raise UsageError(f"{chosen.name} has no slices: give one of {able}")
+    return _reported(schedule, request)
 
 
 def from_table(name: str, table: str, request: Mapping[str, Any]) -> Schedule:
@@ -477,19 +477,13 @@ def _check_placement(
         )
 
 
-def _builder(
-    chosen: Family, costs: Costs, choose: Callable[[Request], Schedule]
-) -> Callable[[Request], Schedule]:
-    """Return the builder of a schedule for some costs.
-
-    Args:
-        chosen: the schedule.
-        costs: for which it is built.
-        choose: the builder where the costs also decide on the placement.
-    """
+def _builder(chosen: Family, costs: Costs) -> Callable[[Request], Schedule]:
+    """Return the builder of a schedule for some costs."""
     if costs.feature(Vocabulary) is not None:
         return _with_vocabulary(chosen)
-    return choose if chosen.chooses_placement else chosen.build
+    if not costs.keeps_all and not chosen.searches:
+        return partial(in_its_order, chosen.build)
+    return chosen.build
 
 
 def _with_vocabulary(chosen: Family) -> Callable[[Request], Schedule]:
@@ -546,10 +540,10 @@ def _reported(schedule: Schedule, request: Request) -> Schedule:
     peak = family(schedule.name).peak
     allowed = users or timeline.peak_memory
     if peak is not None:
-        promised = request.limits(
-            schedule.placement, peak(request.pipeline_size, request.num_microbatches)
-        )
+        most = request.peak(peak(request.pipeline_size, request.num_microbatches))
+        promised = request.limits(schedule.placement, most)
         allowed = tuple(map(max, timeline.peak_memory, promised))
-    bound = lower_bound(schedule.placement, schedule.num_microbatches, timeline.costs, allowed)
+    m, grain = schedule.num_microbatches, request.rules.grain
+    bound = lower_bound(schedule.placement, m, timeline.costs, allowed, grain)
     period = timeline.period if request.back_to_back else None
     return replace(schedule, report=Report(timeline.makespan, bound, period))

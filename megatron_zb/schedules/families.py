@@ -187,6 +187,31 @@ def split_interleaved(p: int, m: int, chunks: int) -> list[Schedule]:
     return found
 
 
+def split_loops(request: Request, chunks: int) -> list[Schedule]:
+    """Return interleaved orders with a split backward, whatever they hold; of slices, what fits."""
+    p, m = request.pipeline_size, request.num_microbatches
+    orders = split_interleaved(p, m, chunks)
+    if request.rules.units_at_once == 1:
+        return orders
+    return [each for order in orders for each in in_slices(order, request, m)]
+
+
+def in_slices(order: Schedule, request: Request, peak: float) -> list[Schedule]:
+    """Return an order of microbatches as one of slices, if it fits: W fills the waits.
+
+    Args:
+        order: of F, B and W, or BW, whose microbatches count turns.
+        request: for slices.
+        peak: units that a rank holds at most.
+    """
+    kinds = {PassKind.F: PassKind.F, PassKind.B: PassKind.B, PassKind.BW: PassKind.B}
+    turns = [
+        [p._replace(kind=kinds[p.kind]) for p in rank if p.kind in kinds] for rank in order.ranks
+    ]
+    ranks = request.rules.in_units(order.placement, turns)
+    return squeezed_if_it_fits(order.name, order.placement, ranks, request, peak)
+
+
 def _split_rank(
     rank: int, p: int, chunks: int, warm_up: int, behind: int, sequence: list[tuple[int, int]]
 ) -> tuple[Pass, ...]:
@@ -400,7 +425,7 @@ def squeezed_blocks(name: str, request: Request) -> list[Schedule]:
     return [
         schedule
         for offsets in (v_min_offsets, v_half_offsets, v_zb_offsets)
-        for schedule in of_v_block(name, offsets, request, 2 * request.pipeline_size)
+        for schedule in of_v_block(name, offsets, request, request.peak(2 * request.pipeline_size))
     ]
 
 
@@ -448,7 +473,9 @@ def dualpipe_v(request: Request) -> Schedule:
     """
     p, m = request.pipeline_size, request.num_microbatches
     known = [dualpipe_v_order(p, m)] if m >= 2 * p else []
-    peak = dualpipe_v_peak(p)
+    peak = request.peak(dualpipe_v_peak(p))
+    if request.rules.units_at_once > 1:
+        known = [each for order in known for each in in_slices(order, request, peak)]
     return PlacementSearch("dualpipe-v", v_shape(p), request, peak, known=known).run()
 
 

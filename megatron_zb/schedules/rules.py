@@ -209,10 +209,18 @@ class TrainingRules(Rules):
         """Return an order of microbatches, in turns, as one of what passes work on."""
         return ranks
 
+    def of_turns(self, ranks: Sequence[Sequence[Pass]]) -> Sequence[Sequence[Pass]]:
+        """Return an order whose passes count turns as one of what passes work on, as it is."""
+        return ranks
+
     @property
     def joins_weight(self) -> bool:
         """Whether one W runs for several units."""
         return False
+
+    def regrouped(self, costs: StageCosts) -> StageCosts:
+        """Return costs of units that have changed, with what a pass of several units has of all."""
+        return costs
 
     @property
     def grain(self) -> Grain:

@@ -600,7 +600,8 @@ def test_a_limit_that_is_too_small_names_the_rank_of_the_schedule_and_of_a_job()
 
 def test_every_family_of_the_catalog_takes_part_in_auto() -> None:
     """A schedule that is added to the catalog has to be added to auto, too."""
-    taking_part = {*auto_module._ONE_CHUNK, *auto_module._V}
+    taking_part = {*auto_module._SEARCHED_ONE_CHUNK, *auto_module._FIXED_ONE_CHUNK}
+    taking_part |= {*auto_module._V}
     taking_part |= {families.interleaved, wave_module.wave}
     builds = {catalog.family(name).build for name in schedules.names()}
     assert builds - taking_part == {auto_module.auto}
@@ -636,7 +637,7 @@ def test_auto_on_a_loop_serves_any_number_of_microbatches() -> None:
 
 def test_a_large_loop_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = schedules.build("auto", pipeline_size=4, num_microbatches=8, placement=looped(4, 8))
-    monkeypatch.setattr(auto_module, "_LARGE_LOOP", 0)
+    monkeypatch.setattr(auto_module, "_LARGE", 0)
     found = schedules.build("auto", pipeline_size=4, num_microbatches=8, placement=looped(4, 8))
     costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
     known, _ = split_interleaved(4, 8, 8)

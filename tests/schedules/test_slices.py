@@ -25,7 +25,6 @@ from megatron_zb.schedules import (
     Pass,
     PassKind,
     Schedule,
-    catalog,
     lower,
     simulate,
 )
@@ -42,7 +41,7 @@ from megatron_zb.schedules.search.problem import Problem
 from megatron_zb.schedules.search.runner import Runner
 
 F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
-NAMES = tuple(name for name in schedules.names() if catalog.family(name).slices)
+NAMES = tuple(schedules.names())
 
 
 def _costs(p: int, p2p: float = 0.0625, **choices: float) -> Costs:
@@ -486,7 +485,6 @@ def test_show_and_export(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["dualpipe-v", "--slices", "2"], "dualpipe-v has no slices: give one of gpipe, 1f1b"),
         (["1f1b", "--slices", "2", "--offload", "1"], "1f1b has a fixed order"),
         (["v-zb", "--slices", "2", "--forward-comm", "1"], "communication in F and B"),
         (["v-zb", "--slices", "2", "--output", "x.html"], "no page for slices"),

@@ -19,7 +19,6 @@ from megatron_zb.schedules import (
     Pass,
     PassKind,
     Schedule,
-    catalog,
     lower,
     simulate,
 )
@@ -29,7 +28,7 @@ from megatron_zb.schedules.request import LimitTooSmall
 from megatron_zb.schedules.simulator import Timeline
 
 F, B, W, BW, O, P, V, E, G = map(PassKind, ("F", "B", "W", "BW", "O", "P", "V", "E", "G"))  # noqa: E741
-NAMES = tuple(name for name in schedules.names() if catalog.family(name).slices)
+NAMES = tuple(schedules.names())
 HOP, OUTPUT, HELD = 0.0625, 2.0, 0.25
 LOGITS = 3  # slices whose logits a rank holds at once, at most
 

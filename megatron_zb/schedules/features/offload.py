@@ -29,12 +29,17 @@ from megatron_zb.schedules.costs import (
     resampled,
     times,
 )
-from megatron_zb.schedules.features.recompute_or_offload import RecomputeOrOffload
-from megatron_zb.schedules.kinds import Home
+from megatron_zb.schedules.features.recompute_or_offload import (
+    RecomputeOrOffload,
+    drops_last_stage,
+    one_at_a_time,
+    with_early_weights,
+)
 from megatron_zb.schedules.memory import Interval, keep
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Limit, Request, keeps
+from megatron_zb.schedules.rules import TrainingRules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.search.place_w import fuse_for_free, split_all
 from megatron_zb.schedules.search.placement_search import LimitedSearch, PlacementSearch
@@ -87,16 +92,24 @@ class Offload(RecomputeOrOffload):
     def starting_orders(
         self, name: str, placement: Placement, request: Request
     ) -> Iterable[Schedule]:
-        """Return orders to offload from, which hold more than the limit, and less."""
+        """Return orders to offload from, which hold more than the limit, and less.
+
+        Of slices, the search has such orders by itself.
+        """
         p, free = request.pipeline_size, replace(request, limit=Limit())
-        for held in (p, p / 2 + 1, p / 3 + 1):
+        for held in (p, p / 2 + 1, p / 3 + 1) if request.rules.units_at_once == 1 else ():
             yield PlacementSearch(name, placement, free, held).run()
+
+    def in_place(self, order: Schedule, request: Request, problem: Problem) -> Iterable[Schedule]:
+        """Return the order with the offload that keeps the limit."""
+        found = place_offload(split_all(order), request.costs, problem.limit)
+        return [] if found is None else [found]
 
     def within_limit(self, search: LimitedSearch) -> Iterable[Schedule]:
         return _offloaded(search.starts, search)
 
     def last_resort(self, search: LimitedSearch) -> Iterable[Schedule]:
-        return _offloaded([_one_at_a_time(search.problem)], search)
+        return _offloaded([one_at_a_time(search.problem)], search)
 
 
 def _offloaded(orders: Sequence[Schedule], search: LimitedSearch) -> list[Schedule]:
@@ -107,6 +120,8 @@ def _offloaded(orders: Sequence[Schedule], search: LimitedSearch) -> list[Schedu
     """
     request, limit = search.request, search.problem.limit
     split = [split_all(order) for order in orders]
+    if request.rules.units_at_once > 1:  # W of slices are many, and may come late
+        split += [early for it in split if (early := with_early_weights(it)).ranks != it.ranks]
     offloaded = [place_offload(order, request.costs, limit) for order in split]
     timelines = [(simulate(s, request.costs), i) for i, s in enumerate(offloaded) if s is not None]
     if "kept_input" in search.problem.costs.memory and timelines:
@@ -121,24 +136,6 @@ def _offloaded(orders: Sequence[Schedule], search: LimitedSearch) -> list[Schedu
     polished = (polish_offload(s, request.costs, limit, bound) for s in starts[:_POLISHED])
     fitting = [*polished, *starts[_POLISHED:]]
     return [replace(fuse_for_free(s, request.costs), name=search.name) for s in fitting]
-
-
-def _one_at_a_time(problem: Problem) -> Schedule:
-    """Return the order that holds the least: each microbatch when the one before it has ended."""
-
-    def passes(stages: Sequence[int], microbatch: int) -> Iterator[Pass]:
-        for stage in stages:
-            yield Pass(PassKind.F, stage, microbatch)
-        for stage in reversed(stages):
-            yield Pass(PassKind.B, stage, microbatch)
-            yield Pass(PassKind.W, stage, microbatch)
-
-    m = problem.num_microbatches
-    ranks = tuple(
-        tuple(p for microbatch in range(m) for p in passes(stages, microbatch))
-        for stages in problem.placement.stages_of
-    )
-    return Schedule("one at a time", problem.placement, m, ranks)
 
 
 def _waits_for_copies(timeline: Timeline) -> bool:
@@ -228,8 +225,9 @@ class _Line:
 
     def __init__(self, timeline: Timeline, rank: int, limit: float) -> None:
         schedule, costs = timeline.schedule, timeline.costs
-        is_last_kept = schedule.rules.by_kind[PassKind.D].home is Home.INNER
-        kept = schedule.placement.num_stages - 1 if is_last_kept else None
+        assert isinstance(schedule.rules, TrainingRules)
+        drops_all = drops_last_stage(schedule.rules)
+        kept = None if drops_all else schedule.placement.num_stages - 1
         times = zip(schedule.ranks[rank], timeline.start[rank], timeline.end[rank], strict=True)
         rest = [it for it in times if it[0].kind not in (PassKind.D, PassKind.H)]
         self._passes = [p for p, _, _ in rest]

@@ -28,10 +28,15 @@ from megatron_zb.schedules.costs import (
     seconds_of,
     times,
 )
-from megatron_zb.schedules.features.recompute_or_offload import RecomputeOrOffload
+from megatron_zb.schedules.features.recompute_or_offload import (
+    RecomputeOrOffload,
+    drops_last_stage,
+    one_at_a_time,
+)
 from megatron_zb.schedules.memory import Interval, keep
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.hill_climbing import Pool, polished_pool, search
 from megatron_zb.schedules.search.inner_loops import RecomputeCosts
@@ -54,6 +59,9 @@ SECONDS = 12.0
 
 QUICK_SECONDS = 1.5
 """Those of a request that is quick."""
+
+_SECONDS_OF_SLICES = 3.0
+"""Those of a request for slices: longer searches gain little."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +105,29 @@ class Recomputation(RecomputeOrOffload):
         memory = {**table.memory, "kept_input": kept}
         return replace(table.with_seconds({PassKind.R: again}), memory=memory)
 
+    def in_place(self, order: Schedule, request: Request, problem: Problem) -> Iterable[Schedule]:
+        """Return the order with R right before the B of each unit that there is no room for."""
+        runner = runner_with_r(problem, Effort(0, 0))
+        coded = with_recompute(runner, order.ranks)
+        return [] if coded is None else [replace(order, ranks=runner.passes(coded))]
+
     def within_limit(self, search: LimitedSearch) -> Iterable[Schedule]:
         """Return the fastest order that a search finds, with R where units are recomputed."""
         effort = effort_of(search.problem, seconds_of_search(search), RECOMPUTE)
         found = search_recompute(search.name, search.problem, effort, search.bound, search.starts)
         return [] if found is None else [fuse_for_free(found, search.request.costs)]
 
+    def last_resort(self, search: LimitedSearch) -> Iterable[Schedule]:
+        """Return the order that holds the least: a search may miss it at the smallest limit."""
+        found = self.in_place(one_at_a_time(search.problem), search.request, search.problem)
+        return [replace(order, name=search.name) for order in found]
+
 
 def seconds_of_search(search: LimitedSearch) -> float:
     """Return the approximate seconds of a search for what is recomputed."""
-    return QUICK_SECONDS if search.request.quick else SECONDS
+    if search.request.quick:
+        return QUICK_SECONDS
+    return min(SECONDS, _SECONDS_OF_SLICES) if search.request.rules.units_at_once > 1 else SECONDS
 
 
 # --- search
@@ -135,7 +156,8 @@ def search_recompute(
         return None
     pool = Pool(effort.moves, lower_bound * (1 + 1e-9), _POOL, _THRESHOLDS)
     ranks = runner.passes(polished_pool(runner, starts, pool))  # what is kept has no R
-    return Schedule(name, problem.placement, problem.num_microbatches, ranks)
+    m, rules = problem.num_microbatches, problem.rules
+    return Schedule(name, problem.placement, m, ranks, rules=rules)
 
 
 def _mixed_orders(problem: Problem, effort: Effort) -> Iterator[tuple[tuple[Pass, ...], ...]]:
@@ -160,7 +182,8 @@ def mixed_problems(problem: Problem) -> Iterator[Problem]:
         for r in ranks
     ]
     for shares in _SHARES:
-        mixed = replace(problem, costs=_mixed(placement, problem.costs, shares))
+        costs = problem.rules.regrouped(_mixed(placement, problem.costs, shares))
+        mixed = replace(problem, costs=costs)
         for free in (0.0, 1.0):
             limit = tuple(
                 most - free * extra for most, extra in zip(problem.limit, room, strict=True)
@@ -214,8 +237,9 @@ def runner_with_r(problem: Problem, effort: Effort, *, pairs: bool = False) -> R
     make = engine(float(effort.runs + effort.moves) * problem.num_passes)
     last, m = problem.placement.num_stages - 1, problem.num_microbatches
     stages, rows = range(last + 1), [problem.costs.of(j) for j in range(m)]
+    drops_all = drops_last_stage(problem.rules)
     saved = [
-        row.memory["activation"][s] - row.memory["kept_input"][s] if s < last else 0.0
+        row.memory["activation"][s] - row.memory["kept_input"][s] if drops_all or s < last else 0.0
         for s in stages
         for row in rows
     ]
@@ -249,48 +273,59 @@ def _with_r(
 ) -> _Rank | None:
     """Return a rank's codes with everything recomputed that can be."""
     assert runner.recompute is not None
-    block, limit, saved = runner.block, float(runner.inputs.limit[rank]), runner.recompute.saved
-    memory, line, m = runner.inputs.memory, _Rank([], []), runner.problem.num_microbatches
-    pending: list[int] = []  # units whose W is to come
+    codes, limit, saved = (
+        runner.problem.codes,
+        float(runner.inputs.limit[rank]),
+        runner.recompute.saved,
+    )
+    memory, line = runner.inputs.memory, _Rank([], [])
+    pending: list[int] = []  # W that are to come
 
     def make_room(extra: float) -> None:
         while pending and not line.has_room(extra, limit):
-            code = 2 * block + pending.pop(0)
+            code = pending.pop(0)
             line.put(code, float(memory[code]))
 
+    def put_r(unit: int) -> None:
+        line.put(codes.weights + unit, float(saved[unit]))
+
     for place, p in enumerate(passes):
-        unit = p.stage * m + p.microbatch
+        unit = codes.of(PassKind.F, p.stage, p.microbatch)
         if p.kind is PassKind.F:
             need = float(memory[unit]) - float(saved[unit])
             if p in paired:
-                again = passes[place + 1].stage * m + passes[place + 1].microbatch
+                again = codes.of(PassKind.F, *passes[place + 1][1:])
                 make_room(need + float(saved[again]))
-                line.put(3 * block + again, float(saved[again]))
+                put_r(again)
             else:
                 make_room(need)
             line.put(unit, need)
         elif p.kind in (PassKind.B, PassKind.BW):
             if place == 0 or passes[place - 1] not in paired:
                 make_room(float(saved[unit]))
-                line.put(3 * block + unit, float(saved[unit]))
-            line.put(block + unit, float(memory[block + unit]))
-            pending.append(unit)
-        if p.kind is PassKind.BW or (p.kind is PassKind.W and unit in pending):
-            pending.remove(unit)
-            line.put(2 * block + unit, float(memory[2 * block + unit]))
-    line.codes += [2 * block + unit for unit in pending]
+                put_r(unit)
+            backward = codes.of(p.kind, p.stage, p.microbatch)
+            line.put(backward, float(memory[backward]))
+            if (weight := int(runner.inputs.weight[backward])) >= 0:
+                pending.append(weight)
+        if codes.split and p.kind in (PassKind.W, PassKind.BW):
+            weight = codes.of(PassKind.W, p.stage, p.microbatch)
+            if weight in pending:
+                pending.remove(weight)
+                line.put(weight, float(memory[weight]))
+    line.codes += pending
     return line if max(line.held) <= limit else None
 
 
 def _without_room(runner: Runner, line: _Rank, limit: float) -> set[int]:
     """Return the units that are not kept; those are whose B follows their F soonest."""
     assert runner.recompute is not None
-    block, saved = runner.block, runner.recompute.saved
+    weights, saved = runner.inputs.weights, runner.recompute.saved
     place = {code: i for i, code in enumerate(line.codes)}
     spans = {
-        code: Interval(place[code], place[3 * block + code], float(saved[code]))
+        code: Interval(place[code], place[weights + code], float(saved[code]))
         for code in line.codes
-        if code < block
+        if code < runner.block
     }
     units = sorted(spans.items(), key=lambda it: (it[1].stop - it[1].start, it[0]))
     return spans.keys() - keep(np.array(line.held), units, limit)

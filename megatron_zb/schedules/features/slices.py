@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -26,6 +26,7 @@ from megatron_zb.schedules.costs import Costs, Scale, added
 from megatron_zb.schedules.kinds import Home, Kind
 from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.rules import TRAINING, Sizes, TrainingRules
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.stage_costs import Priced, StageCosts, Table
@@ -315,6 +316,31 @@ class Slicing(Written):
         )
 
 
+def sliced_requests(request: Request, slicing: Slicing, *, may_join: bool) -> list[Request]:
+    """Return the requests for units of a request for whole microbatches, one for each form of W.
+
+    Args:
+        request: for whole microbatches.
+        slicing: of each of them.
+        may_join: whether one W may run for a microbatch where ``slicing`` leaves that open, which
+            takes a ``weight_loss``.
+    """
+    forms = [bool(slicing.joins_weight)]
+    if slicing.joins_weight is None and may_join and slicing.weight_loss > 0:
+        forms = [True, False]
+    cuts = [replace(slicing, joins_weight=joined) for joined in forms]
+    m = request.num_microbatches
+    return [
+        replace(
+            request,
+            num_microbatches=m * cut.slices,
+            costs=cut.costs(request.costs, m),
+            rules=SlicedRules(cut),
+        )
+        for cut in cuts
+    ]
+
+
 def given_slices(value: Slicing | int | str) -> Slicing | str:
     """Return :data:`AUTO`, or slices as :meth:`Slicing.given` reads them.
 
@@ -397,11 +423,20 @@ class SlicedRules(TrainingRules):
 
         All slices of a microbatch have passed the last stage before its first B.
         """
-        return in_units(delayed(placement, ranks, self.slicing.slices), self)
+        return self.of_turns(delayed(placement, ranks, self.slicing.slices))
+
+    def of_turns(self, ranks: Sequence[Sequence[Pass]]) -> Sequence[Sequence[Pass]]:
+        return in_units(ranks, self)
 
     @property
     def joins_weight(self) -> bool:
         return bool(self.slicing.joins_weight)
+
+    def regrouped(self, costs: StageCosts) -> StageCosts:
+        if not self.slicing.joins_weight:
+            return costs
+        rows = _by_microbatch(costs.microbatches, self.slicing.slices, _with_held)
+        return replace(costs, microbatches=rows)
 
     def over(self, whole: TrainingRules) -> TrainingRules:
         return replace(self, whole=whole)
@@ -431,10 +466,9 @@ class SlicedRules(TrainingRules):
         return schedule.num_microbatches // self.slicing.slices
 
     def unit_costs(self, schedule: Sizes, costs: Priced) -> Priced:
-        if isinstance(costs, SlicedCosts):
-            return costs
-        assert isinstance(costs, Costs)
-        return self.slicing.costs(costs, self.whole_microbatches(schedule))
+        if isinstance(costs, Costs) and not isinstance(costs, SlicedCosts):
+            return self.slicing.costs(costs, self.whole_microbatches(schedule))
+        return costs
 
     def sizes_in_words(self, schedule: Sizes) -> str:
         slices = self.slicing.slices
@@ -469,15 +503,8 @@ class SlicedCosts(Costs):
             table = self._with_kept(table)
         if not self.slicing.joins_weight:
             return table
-        n, rows = self.slicing.slices, table.microbatches
-        made: dict[tuple[int, ...], tuple[StageCosts, ...]] = {}
-        groups = [rows[at : at + n] for at in range(0, len(rows), n)]
-        for group in groups:
-            key = tuple(map(id, group))
-            if key not in made:
-                made[key] = _joined(group)
-        joined = (row for group in groups for row in made[tuple(map(id, group))])
-        return replace(table, microbatches=tuple(joined))
+        rows = _by_microbatch(table.microbatches, self.slicing.slices, _joined)
+        return replace(table, microbatches=rows)
 
     def _with_kept(self, table: StageCosts) -> StageCosts:
         """Return the costs with what stays of slices that are recomputed or offloaded."""
@@ -493,16 +520,36 @@ class SlicedCosts(Costs):
         return replace(table, microbatches=tuple(made[id(row)] for row in table.microbatches))
 
 
+def _by_microbatch(
+    rows: Sequence[StageCosts],
+    slices: int,
+    joined: Callable[[Sequence[StageCosts]], tuple[StageCosts, ...]],
+) -> tuple[StageCosts, ...]:
+    """Return the rows of all units, those of each microbatch joined; equal ones are one object."""
+    made: dict[tuple[int, ...], tuple[StageCosts, ...]] = {}
+    groups = [rows[at : at + slices] for at in range(0, len(rows), slices)]
+    for group in groups:
+        key = tuple(map(id, group))
+        if key not in made:
+            made[key] = joined(group)
+    return tuple(row for group in groups for row in made[tuple(map(id, group))])
+
+
 def _joined(group: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
     """Return the rows of a microbatch with all of W, and what it frees, in the first."""
     weight = tuple(map(sum, zip(*(row.seconds[_W] for row in group), strict=True)))
-    held = tuple(map(sum, zip(*(row.memory["held_for_weight"] for row in group), strict=True)))
 
     def of_weight(row: StageCosts, seconds: Table) -> StageCosts:
         return row.with_seconds({_W: seconds, _BW: added(row.seconds[_B], seconds)})
 
-    first = replace(of_weight(group[0], weight), memory={**group[0].memory, _HELD: held})
-    return first, *(of_weight(row, (0.0,) * len(weight)) for row in group[1:])
+    first, *others = _with_held(group)
+    return of_weight(first, weight), *(of_weight(row, (0.0,) * len(weight)) for row in others)
+
+
+def _with_held(group: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
+    """Return the rows of a microbatch with what its one W frees in the first."""
+    held = tuple(map(sum, zip(*(row.memory["held_for_weight"] for row in group), strict=True)))
+    return replace(group[0], memory={**group[0].memory, _HELD: held}), *group[1:]
 
 
 # --- from turns to units

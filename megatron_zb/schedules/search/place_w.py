@@ -6,12 +6,13 @@ also take the passes of a vocabulary-parallel output layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.kinds import Home
 from megatron_zb.schedules.memory import peak
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
@@ -111,7 +112,7 @@ def split_all(schedule: Schedule) -> Schedule:
 # --- W in gaps
 
 
-_F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
+_F, _B, _W, _BW, _R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R
 _COUNTS = 9
 
 
@@ -329,16 +330,34 @@ def squeezed_if_it_fits(
 
 
 def least_memory(
-    order: Sequence[Sequence[Pass]], costs: StageCosts, rules: TrainingRules = TRAINING
+    order: Sequence[Sequence[Pass]],
+    costs: StageCosts,
+    rules: TrainingRules = TRAINING,
+    *,
+    drops: bool = False,
 ) -> list[float]:
-    """Return the most memory each rank holds if every W runs right behind its B."""
+    """Return the most memory each rank holds if every W runs right behind its B.
+
+    Args:
+        order: F, B and W, or BW, of each rank.
+        costs: of the stages.
+        rules: of the passes.
+        drops: whether every activation that can be is recomputed, right before its B.
+    """
     units = range(1 + max(p.microbatch for passes in order for p in passes))
     with_w = rules.turns(rules.by_kind[_W], units)
+    last = max(p.stage for passes in order for p in passes)
+    kept = last if rules.by_kind[_R].home is Home.INNER else None
 
-    def change(p: Pass) -> float:
-        found = rules.memory_change(p, costs)
+    def changes(p: Pass) -> Iterator[float]:
+        is_dropped, is_backward = drops and p.stage != kept, p.kind in (_B, _BW)
+        if is_backward and is_dropped:
+            yield rules.memory_change(p._replace(kind=_R), costs, recomputed=True)
+        if p.kind is _W:
+            return
+        found = rules.memory_change(p, costs, recomputed=is_dropped)
         if p.kind is _B and p.microbatch in with_w:
             found += rules.memory_change(p._replace(kind=_W), costs)
-        return found
+        yield found
 
-    return [peak(map(change, passes)) for passes in order]
+    return [peak(each for p in passes for each in changes(p)) for passes in order]

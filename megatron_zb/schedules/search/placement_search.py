@@ -173,7 +173,10 @@ def tail_seconds(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
 
 def bound_of(problem: Problem) -> float:
     """Return a lower bound in seconds for any order of a problem, its tail included."""
-    sizes = (problem.placement, problem.num_microbatches, problem.costs, problem.limit)
+    sizes = (
+        *(problem.placement, problem.num_microbatches, problem.costs, problem.limit),
+        problem.rules.grain,
+    )
     if not problem.tail_seconds:
         return lower_bound(*sizes)
     return max(lower_bound(*sizes), max(problem.tail_seconds) + period_bound(*sizes))
