@@ -26,7 +26,7 @@ from queue import Queue
 import mutants
 import yaml
 from mutants import Mutant
-from reached import LEFT_OUT, ROOT, Nearby, Reached
+from reaching_tests import LEFT_OUT, ROOT, Nearby, Reached
 
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.yaml"
 CHECKERS = {"ruff": ("check", "--quiet", "--select", "F"), "mypy": ("--no-error-summary",)}
