@@ -13,7 +13,7 @@ python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 
     | tail -n 1 > docs/results/beside_megatron_1024.cpu.json
 python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 --warm-up 2 \
     --vocabulary 8192 | tail -n 1 > docs/results/beside_megatron_8192.cpu.json
-python benchmarks/vocabulary.py --prediction-layers 1 --schedules v-zb \
+python benchmarks/feature_gains.py vocabulary --prediction-layers 1 --schedules v-zb \
     | tail -n 1 > docs/results/vocabulary_prediction.json
 python docs/make_performance.py
 """
