@@ -1,13 +1,15 @@
-"""Processes that live: whether one does, and those that a session has left behind."""
+"""Processes that live: whether one does, those of a session that are left, and how to end them."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 PATIENCE = 5.0
 """Seconds in which processes may end by themselves."""
@@ -45,6 +47,20 @@ def left_by(leaders: Sequence[int]) -> tuple[int, ...]:
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
     return left
+
+
+def end_session(process: subprocess.Popen[Any]) -> None:
+    """End a command of a session of its own, and what it has started.
+
+    torchrun gives every rank a session, and ends them all when it is asked to end.
+    """
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(40)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _in_sessions(leaders: Sequence[int]) -> Iterator[int]:
