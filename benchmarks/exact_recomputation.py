@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The shortest schedule there is with recomputation and offload, by OR-Tools' CP-SAT.
 
 For small sizes, on any placement, with costs in whole numbers. Every unit but those of the last
@@ -6,18 +5,15 @@ stage is kept, recomputed, or offloaded, by the rules of the simulator;
 microbatches run F, B and W of a stage in turn. A fused BW is left out: B and W side by side take as
 long and let the previous stage go earlier.
 
-Run as a program, it compares ``auto`` and the lower bound with the optima of small problems. Prints
-a line for each and, last, one JSON line: how many optima were proven, and the gaps to them.
+tests/schedules/test_exact_recomputation.py compares ``auto`` and the lower bound with the optima of
+small problems.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise, product
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ortools.sat.python import cp_model
@@ -29,13 +25,11 @@ from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.placement import Placement, looped, wave
+from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.stage_costs import StageCosts
 
-SIZES = ((2, 2), (2, 3), (2, 4), (3, 3), (3, 4))  # ranks and microbatches
-LIMITS = (1.0, 1.5, 2.0)
 _SCALE = 1000  # whole numbers of memory in one activation of a rank
 
 
@@ -90,58 +84,6 @@ class Problem:
         except UsageError:
             return None
         return simulate(found, self.costs).makespan
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="for each optimum and its proof (default 10)"
-    )
-    args = parser.parse_args()
-    rows = [_solved(problem, args.seconds) for problem in _problems()]
-    proven = [row for row in rows if row["proven"]]
-    gaps = [row["auto"] / row["optimum"] - 1 for row in proven if row["auto"] is not None]
-    summary = {
-        "problems": len(rows),
-        "proven": len(proven),
-        "bounds_above_an_optimum": sum(r["bound"] > r["optimum"] + 1e-6 for r in proven),
-        "refused_where_there_is_one": len(proven) - len(gaps),
-        "optimal": sum(gap < 1e-9 for gap in gaps),
-        "median_gap": round(statistics.median(gaps), 4),
-        "largest_gap": round(max(gaps), 4),
-    }
-    print(json.dumps(summary))
-
-
-def _problems() -> Iterator[Problem]:
-    for (p, m), chunks in product(SIZES, (1, 2)):
-        placement = looped(p, 1) if chunks == 1 else wave(p, 2)
-        for (recomputes, offloads), limit in product(
-            ((True, False), (False, True), (True, True)), LIMITS
-        ):
-            yield Problem(placement, m, recomputes, offloads, limit)
-
-
-def _solved(problem: Problem, seconds: float) -> dict[str, Any]:
-    best = optimum(
-        problem.placement,
-        problem.num_microbatches,
-        problem.costs,
-        problem.limits,
-        seconds=seconds,
-    )
-    named = asdict(problem) | {"placement": problem.placement.name}
-    row = named | {
-        "ranks": problem.placement.pipeline_size,
-        "bound": round(problem.lower_bound, 6),
-        "optimum": best and best.makespan,
-        "proven": best is not None and best.proven,
-        "auto": problem.found(),
-    }
-    print(json.dumps(row), flush=True)
-    return row
 
 
 def optimum(
@@ -309,7 +251,3 @@ def _by_time(timed: tuple[int, int, Pass]) -> tuple[int, int, int]:
     """Let what frees memory go first, then what takes it, then what takes time."""
     at, seconds, p = timed
     return at, min(seconds, 1), (PassKind.D, PassKind.H).index(p.kind) if seconds == 0 else 0
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,19 @@
 #!/usr/bin/env python3
 r"""Make the tables of docs/performance.md from the results of the benchmarks in docs/results.
 
-The page names the benchmarks. These need options; prediction.py takes half an hour, the others up
-to five minutes. Run them on an idle machine.
+The page names the benchmarks, some with a commit that has their script. These need options;
+prediction.py takes half an hour, the others up to five minutes. Run them on an idle machine.
 
 python benchmarks/runtime_overhead.py | tail -n 1 > docs/results/runtime_overhead.cpu.json
 python benchmarks/runtime_overhead.py --ranks 4 --exchange 0.5 \
     --schedules v-half v-zb dualpipe-v interleaved | tail -n 1 \
     > docs/results/sleeping_pairs.cpu.json
 python benchmarks/prediction.py --output docs/results/prediction.cpu.json
-python benchmarks/vocabulary_training.py --hidden 256 --sequence 128 --layers 16 --steps 8
 python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 --warm-up 2 \
     | tail -n 1 > docs/results/beside_megatron_1024.cpu.json
 python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 --warm-up 2 \
     --vocabulary 8192 | tail -n 1 > docs/results/beside_megatron_8192.cpu.json
-python benchmarks/unequal_steps.py --turns 3 --steps 6 --warm-up 2 --hidden 512 --longest 1024 \
-    | tail -n 1 > docs/results/unequal_steps.cpu.json
-python benchmarks/first_step.py --repetitions 1 | tail -n 1 > docs/results/first_step.cpu.json
-python benchmarks/vocabulary.py --prediction-layers 1 --schedules v-zb \
+python benchmarks/feature_gains.py vocabulary --prediction-layers 1 --schedules v-zb \
     | tail -n 1 > docs/results/vocabulary_prediction.json
 python docs/make_performance.py
 """

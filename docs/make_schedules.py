@@ -7,7 +7,7 @@ docs/results; what they lack is said to be missing, with the command that makes 
   python benchmarks/schedule_quality.py --output quality.json
   python benchmarks/exact_gap.py | tail -n 1 > exact.json
   python benchmarks/beside_others.py --output others.json
-  python benchmarks/varied_passes.py | tail -n 1 > varied.json
+  python benchmarks/feature_gains.py varied | tail -n 1 > varied.json
   python docs/make_schedules.py --results quality.json --exact exact.json --others others.json
   python docs/make_schedules.py --varied varied.json
 """
@@ -39,7 +39,7 @@ VARIED = Path("results") / "varied_passes.json"
 QUALITY_COMMAND = "python benchmarks/schedule_quality.py --output FILE"
 EXACT_COMMAND = "python benchmarks/exact_gap.py"
 OTHERS_COMMAND = "python benchmarks/beside_others.py --output FILE"
-VARIED_COMMAND = "python benchmarks/varied_passes.py"
+VARIED_COMMAND = "python benchmarks/feature_gains.py varied"
 
 # The table of sizes: p, m, and F, B, W and a transfer of one microbatch on one rank.
 SIZES = (8, 32)
@@ -88,7 +88,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="output of schedule_quality.py to keep")
     parser.add_argument("--exact", type=Path, help="last line of exact_gap.py to keep")
     parser.add_argument("--others", type=Path, help="output of beside_others.py to keep")
-    parser.add_argument("--varied", type=Path, help="last line of varied_passes.py to keep")
+    parser.add_argument("--varied", type=Path, help="last line of feature_gains.py varied to keep")
     parser.add_argument("--tables-only", action="store_true", help="leave the pictures as they are")
     parser.add_argument("--docs", type=Path, default=DOCS, help="another folder than this one")
     return parser.parse_args()

@@ -14,9 +14,9 @@ import pytest
 from brief_searches import briefly
 from browser import Browser, find_browser
 from drawn_tests import left_out
+from prepared_text import prepared
 from rank_process import Kind, missing_transformer_engine
 from ranks import RankPool, RankPools
-from texts import prepared
 
 from megatron_zb.megatron_core.versions import SERIES
 
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     hypothesis.settings.load_profile("any load")
     if config.getoption("--full"):
-        os.environ["TESTS_FULL"] = "yes"  # sizes.py reads it when it is imported
+        os.environ["TESTS_FULL"] = "yes"  # drawn_sizes.py reads it when it is imported
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import left_by
+from live_processes import left_by
 
 SEARCHING = """
 import os, sys, time

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import feature_gains
 import host_overhead
 import long_run
 import one_device
@@ -300,3 +301,28 @@ def test_outputs_of_every_command_are_kept(
     assert (tmp_path / "kept" / "help.txt").read_text(encoding="utf-8") == overview
     assert "exit status 2" in (tmp_path / "kept" / "wrong.txt").read_text(encoding="utf-8")
     assert capsys.readouterr().out == f"2 outputs are in {tmp_path / 'kept'}\n"
+
+
+@pytest.mark.usefixtures("brief_searches")
+def test_a_feature_is_simulated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "vocabulary --ranks 2 --microbatches 4 --layers 8 --output-layers 2 --schedules zb-h1"
+    monkeypatch.setattr(sys, "argv", ["feature_gains.py", *words.split()])
+    feature_gains.main()
+    heading, row, line = capsys.readouterr().out.splitlines()
+    assert heading.split()[:3] == ["output", "layer", "schedule"]
+    assert row.split()[:3] == ["2", "layers", "zb-h1"]
+    found = json.loads(line)
+    assert found["sizes"]["layers"] == 8
+    (makespans,) = found["makespans"]
+    assert max(makespans["best"], makespans["cut"]) < makespans["even"]
+    assert f"{makespans['cut']:.1f}" in row.split()
+
+
+def test_a_table_has_what_is_known_of_each_row(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"limit": 0.5, "kept": {}}, {"limit": 1.0, "kept": {"loss": 0.25}}]
+    columns = [("limit", "{limit:g}"), ("loss", "{kept[loss]:.0%}")]
+    assert feature_gains.printed(iter(rows), columns) == rows
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["limit", "loss"], ["0.5", "-"], ["1", "25%"]]

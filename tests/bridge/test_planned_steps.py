@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import drawn_sizes
 import pytest
-import sizes
 import torch
 import torch.distributed as dist
 from found_on_ranks import same, whole
@@ -199,7 +199,7 @@ def read_ahead_beside_megatrons(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("p", "name", "reads_at_ends", "biased"),
-    sizes.first(1, [(2, "v-half", True, False), (4, "zb-h1", False, True)]),
+    drawn_sizes.first(1, [(2, "v-half", True, False), (4, "zb-h1", False, True)]),
 )
 def test_steps_that_are_read_ahead_keep_the_order_of_results(
     ranks: RankPools, p: int, name: str, reads_at_ends: bool, biased: bool

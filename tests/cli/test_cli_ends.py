@@ -13,7 +13,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from jobs import left_by, run_job
+from jobs import run_job
+from live_processes import left_by
 from traced_steps import profile, ran
 
 from megatron_zb.cli import check, doctor, show, trace, verify

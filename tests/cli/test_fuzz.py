@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import drawn_sizes
 import pytest
-import sizes
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("brief_searches")
 STUDENTS = Path(__file__).resolve().parents[2] / "configs" / "students"
 _SHIPPED = sorted(path.name for path in STUDENTS.glob("*.yaml"))
 _FUZZ = settings(
-    max_examples=300 if sizes.IS_FULL else 50,
+    max_examples=300 if drawn_sizes.IS_FULL else 50,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -8,8 +8,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import drawn_sizes
 import pytest
-import sizes
 
 from megatron_zb.cli import show
 from megatron_zb.errors import UsageError
@@ -108,7 +108,7 @@ def test_a_flag_alone(base: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
-@pytest.mark.parametrize("base", sizes.first(2, [*BASES]))
+@pytest.mark.parametrize("base", drawn_sizes.first(2, [*BASES]))
 def test_two_flags(base: str, pair: tuple[str, str]) -> None:
     check_each_has_an_effect(f"{base} {BASES[base]}", pair)
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from prepared_text import prepared
 from ranks import RankPools
-from texts import prepared
 from training_jobs import written
 
 from megatron_zb.distill.blocks import FusedAttention, _kernels, student_layer

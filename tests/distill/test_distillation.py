@@ -28,8 +28,8 @@ from distillation_cases import (
     learnt_in_pipeline,
     whole_model,
 )
+from prepared_text import prepared
 from ranks import RankPools
-from texts import prepared
 
 from megatron_zb.distill.lanes import Lanes
 from megatron_zb.distill.place import parse_distribution

@@ -25,9 +25,9 @@ from distillation_cases import (
     job_of,
     learnt_in_pipeline,
 )
+from prepared_text import prepared
 from rank_process import Kind
 from ranks import RankPools
-from texts import prepared
 
 from megatron_zb.distill import flags
 from megatron_zb.distill.blocks import taught

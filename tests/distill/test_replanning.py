@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from distillation_cases import HALF, LLAMA, TRAINING, _store, enter, job_of
+from prepared_text import prepared
 from rank_process import Kind
 from ranks import RankPools
-from texts import prepared
 
 from megatron_zb.distill import flags, loop, replanning
 from megatron_zb.distill.flags import parse

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from itertools import pairwise
 
+import drawn_sizes
 import numpy as np
 import pytest
-import sizes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ def drawn(name: str, pipeline_size: int, num_microbatches: int) -> Figure:
     return figure
 
 
-@pytest.mark.parametrize("name", sizes.ONE_OF_EACH_SHAPE)
+@pytest.mark.parametrize("name", drawn_sizes.ONE_OF_EACH_SHAPE)
 def test_bars_are_where_the_passes_are(name: str) -> None:
     timeline = timeline_of(name, 4, 8)
     axes, _ = drawn(name, 4, 8).axes
@@ -69,7 +69,7 @@ def test_bars_are_where_the_passes_are(name: str) -> None:
     assert colours == [bar.colour for bar in bars_of(timeline)]
 
 
-@pytest.mark.parametrize("name", sizes.ONE_OF_EACH_SHAPE)
+@pytest.mark.parametrize("name", drawn_sizes.ONE_OF_EACH_SHAPE)
 def test_8_ranks_and_16_microbatches_are_readable(name: str) -> None:
     """Every bar has its number, and every number has room in its bar.
 
@@ -93,7 +93,7 @@ def test_8_ranks_and_16_microbatches_are_readable(name: str) -> None:
     assert memory.get_window_extent().y1 <= axes.get_window_extent().y0 + 1
 
 
-@pytest.mark.parametrize("name", sizes.ONE_OF_EACH_SHAPE)
+@pytest.mark.parametrize("name", drawn_sizes.ONE_OF_EACH_SHAPE)
 def test_each_rank_has_a_row_of_memory_with_the_simulators_peak(name: str) -> None:
     timeline = timeline_of(name, 4, 8)
     bars, memory = drawn(name, 4, 8).axes
@@ -213,7 +213,7 @@ def test_the_legend_has_what_occurs() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", sizes.ONE_OF_EACH_SHAPE)
+@pytest.mark.parametrize("name", drawn_sizes.ONE_OF_EACH_SHAPE)
 def test_each_kind_has_a_column_in_the_legend_and_none_is_cut_off(name: str) -> None:
     timeline, figure = timeline_of(name, 4, 8), drawn(name, 4, 8)
     (legend,) = figure.legends

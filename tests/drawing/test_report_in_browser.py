@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import drawn_sizes
 import pytest
-import sizes
 from browser import MISSING, Browser, find_browser
 from cost_tables import changed
 
@@ -223,7 +223,7 @@ def check_readings(page: Browser, timeline: Timeline, baseline: int) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sizes.one_of_each_shape(NAMES))
+@pytest.mark.parametrize("name", drawn_sizes.one_of_each_shape(NAMES))
 def test_the_controls_change_what_is_shown(name: str, page: Browser) -> None:
     check_readings(page, in_python("1f1b", 4, 8, (1.0, 1.0, 1.0, 0.1)), 4)
     change(page, schedule=name)
@@ -264,7 +264,7 @@ def test_a_row_of_the_comparison_can_be_chosen(page: Browser) -> None:
     check_readings(page, in_python("zb-h2", 4, 8, (1.0, 1.0, 1.0, 0.1)), 4)
 
 
-@pytest.mark.parametrize("name", sizes.one_of_each_shape(NAMES))
+@pytest.mark.parametrize("name", drawn_sizes.one_of_each_shape(NAMES))
 def test_every_size_that_is_offered_answers(name: str, page: Browser) -> None:
     """The choices are those of the sentence, and each has an order of the package."""
     change(page, schedule=name)

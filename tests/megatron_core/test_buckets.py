@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import drawn_sizes
 import pytest
-import sizes
 import torch
 from gpt_cases import (
     GPTCase,
@@ -158,7 +158,7 @@ def test_replicas_may_finish_their_chunks_in_other_orders(ranks: RankPools, over
 
 
 @pytest.mark.slow
-@settings(max_examples=200 if sizes.IS_FULL else 50)
+@settings(max_examples=200 if drawn_sizes.IS_FULL else 50)
 @given(data=st.data())
 def test_any_lengths_start_the_reductions_in_one_order(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["v-half", "v-zb", "1f1b-v", "zb-h1", "interleaved"]))

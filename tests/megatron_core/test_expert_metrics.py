@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from gpt_cases import GPTCase, built, forward_backward, microbatches
-from joined import EXPERTS
 from megatron.core import parallel_state
+from model_options import EXPERTS
 from ranks import RankPools
 
 from megatron_zb.megatron_core import experts, versions

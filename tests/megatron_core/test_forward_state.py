@@ -14,10 +14,10 @@ import pytest
 import torch
 from changed_by_forwards import CASES, CASES_OF_TE, OF_TE, runs, values, values_of_te
 from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches, run
-from joined import EXPERTS
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.utils import unwrap_model
+from model_options import EXPERTS
 from project import ROOT
 from ranks import RankPool, RankPools
 from recompute_offload import with_recompute_offload

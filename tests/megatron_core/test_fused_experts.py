@@ -15,7 +15,7 @@ import gpt_cases
 import paged_stash_stand_in
 import pytest
 from gpt_cases import FIRST_WITH_HYBRIDS, GPTCase, as_hybrid
-from joined import joined
+from joined_pairs import joined
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from rank_process import Kind

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import drawn_sizes
 import pytest
-import sizes
 from gpt_cases import GPTCase, differences
+from model_options import RECOMPUTED
 from ranks import RankPools
 
 from megatron_zb import schedules
@@ -42,7 +43,7 @@ def is_ordinary(model: str, name: str) -> bool:
 def test_gradients_equal_megatrons(ranks: RankPools, model: str, name: str) -> None:
     world_size, tied, dtype = MODELS[model]
     even, odd = 3 * world_size, 2 * world_size + 1
-    large = [even, odd, 3] if sizes.IS_FULL else [even] if world_size == 2 else [odd]
+    large = [even, odd, 3] if drawn_sizes.IS_FULL else [even] if world_size == 2 else [odd]
     microbatches = [1, *large]
     case = GPTCase(tied=tied, dtype=dtype)
     found = ranks(world_size).run(
@@ -51,7 +52,7 @@ def test_gradients_equal_megatrons(ranks: RankPools, model: str, name: str) -> N
     assert found == [[]] * world_size
 
 
-@pytest.mark.parametrize(("world_size", "chunks"), sizes.every_value([2, 4], [4, 2]))
+@pytest.mark.parametrize(("world_size", "chunks"), drawn_sizes.every_value([2, 4], [4, 2]))
 def test_a_loop_with_a_split_backward_equals_megatrons(
     ranks: RankPools, world_size: int, chunks: int
 ) -> None:
@@ -104,13 +105,7 @@ VARIANTS = {
     "fused": GPTCase(fused_accumulation=True, tied=True),
     "fused-bf16": GPTCase(fused_accumulation=True, dtype="bfloat16"),
     "swiglu-no-bias": GPTCase(options=(("gated_linear_unit", True), ("add_bias_linear", False))),
-    "full-recompute": GPTCase(
-        options=(
-            ("recompute_granularity", "full"),
-            ("recompute_method", "uniform"),
-            ("recompute_num_layers", 1),
-        )
-    ),
+    "full-recompute": GPTCase(options=RECOMPUTED),
 }
 
 

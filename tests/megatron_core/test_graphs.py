@@ -11,7 +11,7 @@ import gpt_cases
 import graph_stand_in
 import pytest
 import torch
-from feature_matrix import _options
+from drawn_sizes import every_value
 from gpt_cases import (
     GPTCase,
     built,
@@ -22,7 +22,7 @@ from gpt_cases import (
     parameters,
     run,
 )
-from joined import EXPERTS, joined
+from joined_pairs import joined
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
@@ -33,9 +33,9 @@ from megatron.core.transformer.cuda_graphs import (
 )
 from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.utils import get_model_config
+from model_options import EXPERTS, options
 from rank_process import Kind
 from ranks import RankPools
-from sizes import every_value
 from te_models import layers_of_te, quantized
 
 from megatron_zb import schedules
@@ -172,8 +172,8 @@ def _steps(case: GPTCase, schedule: str, scope: str | None) -> list[Step]:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
-    options = _options(cuda_graph_impl="transformer_engine", cuda_graph_scope=scope)
-    graphed = replace(case, options=(*case.options, *(options if scope else ())))
+    captured = options(cuda_graph_impl="transformer_engine", cuda_graph_scope=scope)
+    graphed = replace(case, options=(*case.options, *(captured if scope else ())))
     found = []
     with (
         built(graphed, schedule, MICROBATCHES) as (adapter, chunks),
@@ -296,8 +296,8 @@ def test_quantized_graphs_give_what_megatron_gives(
 
 
 def _another_count(schedule: str) -> str:
-    options = _options(cuda_graph_impl="transformer_engine", cuda_graph_scope="full")
-    case = GPTCase(dtype="bfloat16", layers=4, options=options)
+    captured = options(cuda_graph_impl="transformer_engine", cuda_graph_scope="full")
+    case = GPTCase(dtype="bfloat16", layers=4, options=captured)
     with built(case, schedule, 4) as (adapter, chunks):
         assert adapter is not None
         function = adapter.forward_backward_func

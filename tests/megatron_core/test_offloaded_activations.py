@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpt_cases import GPTCase, built, differences, forward_backward, gradients, microbatches
 from hypothesis import strategies as st
+from model_options import RECOMPUTED
 from ranks import RankPools
 from recompute_offload import with_recompute_offload
 from state_cases import PARALLEL, SMALL_GPTS, counted
@@ -20,13 +21,7 @@ from megatron_zb.runtime.activation_memory import ThreadEngines
 from megatron_zb.schedules import Schedule
 
 CASES = SMALL_GPTS | {
-    "full": GPTCase(
-        options=(
-            ("recompute_granularity", "full"),
-            ("recompute_method", "uniform"),
-            ("recompute_num_layers", 1),
-        )
-    ),
+    "full": GPTCase(options=RECOMPUTED),
 }
 NAMES = ("v-half", "zb-h1", "interleaved")
 IN_EVERY_RUN = {("plain", "v-half"), ("experts", "v-half")}

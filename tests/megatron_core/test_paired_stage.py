@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 import te_models
 import torch
-from feature_matrix import _LATENT
 from gpt_cases import (
     GPTCase,
     built,
@@ -19,9 +18,10 @@ from gpt_cases import (
     gradients,
     microbatches,
 )
-from joined import EXPERTS, dropping, joined
+from joined_pairs import dropping, joined
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
 from megatron.core.utils import unwrap_model
+from model_options import EXPERTS, LATENT
 from rank_process import Kind
 from ranks import RankPools
 
@@ -76,7 +76,7 @@ CASES = {
     "per-token_loss": case(per_token_loss=True),
     "no_ddp": case(wrapped=False),
     "lengths": case(lengths=(16, 8, 12)),
-    "latent_attention": case(dict(_LATENT)),
+    "latent_attention": case(dict(LATENT)),
     "rope-swiglu": case(
         {"num_query_groups": 2, "gated_linear_unit": True, "normalization": "RMSNorm"}, rotary=True
     ),

@@ -6,8 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import drawn_sizes
 import pytest
-import sizes
 import torch
 from gpt_cases import GPTCase
 from ranks import RankPools
@@ -153,7 +153,7 @@ def test_wrong_steps_are_mended_whatever_else(ranks: RankPools, more: dict[str, 
     check_mended(found, CLIP_SOME)
 
 
-MANY = 60 if sizes.IS_FULL else 18
+MANY = 60 if drawn_sizes.IS_FULL else 18
 # Alone, two and three in a row, on each rank, and on two ranks in one iteration.
 INFINITE = ((2, 1), (3, 3), (6, 0), (9, 2), (9, 0), (10, 1), (11, 2), (14, 3), (MANY - 1, 1))
 # What a run does before an evaluation, a checkpoint and its end: after right and wrong steps.

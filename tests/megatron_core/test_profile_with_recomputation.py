@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
+import drawn_sizes
 import gpt_cases
 import pytest
-import sizes
 from adapters import scheduled
 from brief_searches import briefly
 from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
@@ -53,7 +53,7 @@ def losses(adapter: PipelineAdapter, chunks: list[object]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recompute", "offload"), sizes.first(1, [(0.5, 0.3), (1.0, 0.0), (0.0, 1.0)])
+    ("recompute", "offload"), drawn_sizes.first(1, [(0.5, 0.3), (1.0, 0.0), (0.0, 1.0)])
 )
 def test_the_bytes_are_those_of_a_run_that_keeps_all(
     ranks: RankPools, tmp_path: Path, recompute: float, offload: float

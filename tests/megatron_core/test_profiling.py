@@ -26,9 +26,9 @@ from gpt_cases import (
     microbatches,
     skip_without_hybrids,
 )
-from joined import EXPERTS
 from megatron.core import parallel_state
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
+from model_options import EXPERTS, MAMBA
 from rank_process import Kind
 from ranks import RankPools
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -227,7 +227,6 @@ def test_the_profile_of_a_run_with_a_sharded_vocabulary(
     assert (kept > 0.5) is (depths > 1)
 
 
-MAMBA = (("mamba_state_dim", 8), ("mamba_head_dim", 8), ("mamba_num_groups", 2))
 HYBRID = GPTCase(hybrid="*-M-*-M-", layers=8, options=MAMBA)
 
 

@@ -18,6 +18,7 @@ from gpt_cases import GPTCase, built, forward_backward, microbatches
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from model_options import RECOMPUTED, SELECTIVE
 from ranks import RankPools
 from recompute_offload import with_recompute_offload
 
@@ -38,11 +39,6 @@ EXPERTS = replace(
         ("moe_token_dispatcher_type", "alltoall"),
         ("add_bias_linear", False),
     ),
-)
-RECOMPUTED: tuple[tuple[str, Any], ...] = (
-    ("recompute_granularity", "full"),
-    ("recompute_method", "uniform"),
-    ("recompute_num_layers", 1),
 )
 TIED = pytest.mark.parametrize(
     "tied", [pytest.param(False, marks=pytest.mark.full), True], ids=["untied", "tied"]
@@ -163,7 +159,7 @@ def test_an_evaluation_changes_nothing(ranks: RankPools) -> None:
     "options",
     [
         RECOMPUTED,
-        (("recompute_granularity", "selective"), ("recompute_modules", ("core_attn",))),
+        SELECTIVE,
     ],
     ids=["full", "selective"],
 )

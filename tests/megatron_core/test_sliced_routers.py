@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from brief_searches import briefly
+from drawn_sizes import every_value
 from gpt_cases import GPTCase
 from megatron.core.parallel_state import (
     get_pipeline_model_parallel_group,
@@ -18,7 +19,6 @@ from megatron.core.parallel_state import (
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 from ranks import RankPools
-from sizes import every_value
 
 from megatron_zb.megatron_core import versions
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import gpt_cases
 import pytest
 import torch
-from feature_matrix import _GATED_DELTA, _LATENT, _MOE
+from drawn_sizes import every_value
 from gpt_cases import (
     GPTCase,
     Outcome,
@@ -25,8 +25,8 @@ from gpt_cases import (
     skip_without_hybrids,
 )
 from megatron.core import parallel_state
+from model_options import GATED_DELTA, LATENT, MAMBA, RECOMPUTED, ROUTED, SELECTIVE
 from ranks import RankFailure, RankPools
-from sizes import every_value
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -53,17 +53,13 @@ CASES = {
     "per-token loss": replace(PLAIN, per_token_loss=True),
     "full recomputation": replace(
         PLAIN,
-        options=(
-            ("recompute_granularity", "full"),
-            ("recompute_method", "uniform"),
-            ("recompute_num_layers", 1),
-        ),
+        options=RECOMPUTED,
     ),
     "recomputed attention": replace(
         PLAIN,
-        options=(("recompute_granularity", "selective"), ("recompute_modules", ("core_attn",))),
+        options=SELECTIVE,
     ),
-    "latent attention": replace(PLAIN, options=_LATENT),
+    "latent attention": replace(PLAIN, options=LATENT),
     "sequence parallelism": replace(PLAIN, tensor_parallel=2, sequence_parallel=True),
     "documents by a mask": replace(PLAIN, documents="mask", rotary=True),
     "packed documents, grouped queries, recomputation": replace(
@@ -85,8 +81,8 @@ HYBRIDS = {
     "tied, rotary, full recomputation": replace(
         PLAIN, tied=True, rotary=True, options=CASES["full recomputation"].options
     ),
-    "experts": replace(PLAIN, options=tuple(_MOE.items())),
-    "latent attention": replace(PLAIN, options=_LATENT),
+    "experts": replace(PLAIN, options=tuple(ROUTED.items())),
+    "latent attention": replace(PLAIN, options=LATENT),
     "documents, per-token loss": replace(PLAIN, documents="ends", per_token_loss=True),
     "sequence parallelism": CASES["sequence parallelism"],
     "context parallelism": replace(PLAIN, context_parallel=2, rotary=True),
@@ -96,12 +92,12 @@ _SHARED = replace(PLAIN, context_parallel=2, rotary=True)
 SHARED = {
     "evaluated": _SHARED,
     "per-token loss": replace(_SHARED, per_token_loss=True),
-    "latent attention": replace(_SHARED, rotary=False, options=_LATENT),
+    "latent attention": replace(_SHARED, rotary=False, options=LATENT),
     "full recomputation": replace(_SHARED, options=CASES["full recomputation"].options),
     "packed documents": replace(_SHARED, documents="ends"),
     "sequence parallelism": replace(_SHARED, tensor_parallel=2, sequence_parallel=True),
     "overlapped reduction": replace(_SHARED, overlap_grad_reduce=True, tied=True),
-    "experts": replace(_SHARED, options=(*_MOE.items(), ("moe_z_loss_coeff", 0.01))),
+    "experts": replace(_SHARED, options=(*ROUTED.items(), ("moe_z_loss_coeff", 0.01))),
 }
 """Cases whose slices two ranks share."""
 USUAL = ((2, "2", "1f1b"), (2, "4", "v-half"), (2, "8", "auto"))
@@ -181,9 +177,8 @@ def test_a_hybrid_model_is_cut_as_a_gpt(ranks: RankPools, what: str, name: str) 
 def test_a_layer_with_a_state_is_refused_by_name(
     ranks: RankPools, pattern: str, layer: str
 ) -> None:
-    settings = {"M": {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2}}
-    options = settings.get(pattern[2]) or dict(_GATED_DELTA)
-    case = GPTCase(hybrid=pattern, layers=4, slices="4", options=tuple(options.items()))
+    options = MAMBA if "M" in pattern[1:3] else GATED_DELTA
+    case = GPTCase(hybrid=pattern, layers=4, slices="4", options=options)
     skip_without_hybrids(case)
     with pytest.raises(RankFailure, match=f"UsageError: --pipeline-slices .*, not {layer}: leave"):
         ranks(2).run(run, case=case, schedule="v-half", num_microbatches=[3])
@@ -404,10 +399,10 @@ STATED = {
     "grouped queries": GPTCase(
         layers=4, dtype="bfloat16", tied=True, options=(("num_query_groups", 2),)
     ),
-    "latent attention": GPTCase(layers=4, options=_LATENT),
+    "latent attention": GPTCase(layers=4, options=LATENT),
     "packed documents": GPTCase(layers=4, documents="ends", rotary=True),
     "per-token loss": GPTCase(layers=4, per_token_loss=True, wrapped=True),
-    "experts": GPTCase(layers=4, options=(*_MOE.items(), ("moe_z_loss_coeff", 0.01))),
+    "experts": GPTCase(layers=4, options=(*ROUTED.items(), ("moe_z_loss_coeff", 0.01))),
     "sequence parallelism": GPTCase(layers=4, tensor_parallel=2, sequence_parallel=True),
     "overlapped reduction": GPTCase(layers=4, data_parallel=2, overlap_grad_reduce=True),
     "context parallelism": GPTCase(layers=4, context_parallel=2, rotary=True),

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from drawn_sizes import first
 from gpt_cases import GPTCase
 from rank_process import Kind
 from ranks import RankPools
 from sanitizer.plants import PLANTS
 from sanitizer.trials import Noted, Trial, noted_of, run
-from sizes import first
 from small_relay import distilled_on_ranks
 from state_cases import PARALLEL, SMALL_GPTS
 from validated_training import Training, train

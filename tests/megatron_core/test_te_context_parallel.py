@@ -11,10 +11,10 @@ from typing import Any
 import gpt_cases
 import pytest
 import torch
+from drawn_sizes import every_value, first
 from gpt_cases import GPTCase, as_hybrid, skip_without_hybrids
 from rank_process import Kind
 from ranks import RankPool, RankPools
-from sizes import every_value, first
 from small_models import load, small
 from te_attention import install, layers_with_attention
 from te_cases import unlike

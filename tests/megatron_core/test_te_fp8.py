@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from drawn_sizes import every_value
 from ranks import RankPool
-from sizes import every_value
 from te_cases import (
     COLUMN,
     DEFERRED,

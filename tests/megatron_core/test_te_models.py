@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from drawn_sizes import every_value
 from gpt_cases import GPTCase, as_hybrid, skip_without_hybrids
 from rank_process import Kind
 from ranks import RankPool, RankPools
-from sizes import every_value
 from te_models import (
     CURRENT,
     EXPERTS,

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from drawn_sizes import every_value
 from gpt_cases import GPTCase, as_hybrid, skip_without_hybrids
 from rank_process import Kind
 from ranks import RankPool, RankPools
 from recompute_offload import with_recompute_offload
-from sizes import every_value
 from te_models import OPTIONS_OF_LATENT, differences, quantized, quantized_differences
 
 from megatron_zb import schedules

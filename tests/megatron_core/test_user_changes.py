@@ -8,8 +8,8 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import drawn_sizes
 import pytest
-import sizes
 import torch
 from gpt_cases import GPTCase, built, differences, forward_backward, microbatches, run
 from ranks import RankPool, RankPools
@@ -84,7 +84,7 @@ def hides_a_use(case: GPTCase) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", sizes.first(10, range(60)))
+@pytest.mark.parametrize("number", drawn_sizes.first(10, range(60)))
 def test_mixtures_equal_megatrons(ranks: RankPools, number: int) -> None:
     case, schedule = drawn(number)
     expected = set().union(*(CHANGES[name][1] for name in (*case.changes, *case.late_changes)))

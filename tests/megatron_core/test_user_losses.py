@@ -14,9 +14,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from drawn_sizes import every_value
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from ranks import RankFailure, RankPools
-from sizes import every_value
 from user_losses import (
     LOSSES,
     METRICS,

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
-from joined import EXPERTS as PAIRED
-from joined import joined
+from joined_pairs import joined
+from model_options import EXPERTS as PAIRED
 from ranks import RankPools
 from recompute_offload import with_recompute_offload
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from brief_searches import briefly
 from gpt_cases import GPTCase, Outcome
-from joined import EXPERTS
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from model_options import EXPERTS
 from ranks import RankPools
 from vocabulary_parallel_outcomes import gathered
 

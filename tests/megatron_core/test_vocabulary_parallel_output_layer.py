@@ -14,11 +14,11 @@ import gpt_cases
 import pytest
 import torch
 from brief_searches import briefly
-from feature_matrix import _MOE
 from gpt_cases import GPTCase, Outcome, as_hybrid, skip_without_hybrids
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
+from model_options import ROUTED
 from rank_process import Kind
 from ranks import RankFailure, RankPools
 from vocabulary_parallel_outcomes import Gradients, gathered, whole, with_shards
@@ -58,7 +58,7 @@ CASES = {
         4,
         as_hybrid(GPTCase(tied=True, dtype="bfloat16", data_parallel=2, overlap_grad_reduce=True)),
     ),
-    "hybrid-tied-experts": (2, as_hybrid(GPTCase(tied=True, options=tuple(_MOE.items())))),
+    "hybrid-tied-experts": (2, as_hybrid(GPTCase(tied=True, options=tuple(ROUTED.items())))),
 }
 ON_REQUEST = (
     "hybrid",

@@ -8,10 +8,10 @@ from typing import Any
 import gpt_cases
 import pytest
 import torch
-from feature_matrix import _MOE
+from drawn_sizes import every_value
 from gpt_cases import GPTCase
+from model_options import ROUTED
 from ranks import RankPools
-from sizes import every_value
 from vocabulary_parallel_outcomes import gathered
 
 MICROBATCHES = 3
@@ -27,7 +27,7 @@ CASES = {
     "overlapped reduction": replace(PLAIN, data_parallel=2, overlap_grad_reduce=True),
     "documents": replace(PLAIN, documents="ends", rotary=True),
     "context parallelism": replace(PLAIN, context_parallel=2, rotary=True),
-    "experts": replace(PLAIN, options=(*_MOE.items(), ("moe_z_loss_coeff", 0.01))),
+    "experts": replace(PLAIN, options=(*ROUTED.items(), ("moe_z_loss_coeff", 0.01))),
 }
 TOLERANCE = 2e-6  # as of whole microbatches: the sum of the exponentials has another order
 

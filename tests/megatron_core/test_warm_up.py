@@ -17,10 +17,11 @@ from gpt_cases import (
     microbatches,
     optimizer,
 )
-from joined import EXPERTS, joined
+from joined_pairs import joined
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.utils import get_model_config
+from model_options import EXPERTS
 from ranks import RankPools
 from recompute_offload import with_recompute_offload
 

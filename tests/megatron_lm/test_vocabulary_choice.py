@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn_sizes import every_value
 from measured_runs import profile
 from megatron_arguments import parsed
-from sizes import every_value
 from torch.distributed import HashStore
 
 from megatron_zb import schedules

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from live_processes import end_session
 
 SECONDS = 400
 RANKS = 4
@@ -104,20 +103,9 @@ def pretrain(
         try:
             process.wait(SECONDS)
         finally:
-            _end(process)
+            end_session(process)
         output.seek(0)
         return _read(process.returncode, output.read())
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Leave none of the processes behind: torchrun gives each rank a session, and ends them all."""
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(40)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _read(code: int, output: str) -> Logged:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from joined import joined
+from joined_pairs import joined
 
 from megatron_zb import schedules
 from megatron_zb.measured.profile import read_profile, write_profile

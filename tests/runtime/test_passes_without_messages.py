@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from joined import joined
+from joined_pairs import joined
 from recompute_offload import with_recompute_offload
 
 from megatron_zb import schedules

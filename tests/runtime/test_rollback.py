@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import drawn_sizes
 import pytest
-import sizes
 import torch
 from ranks import RankPools
 from rendezvous import finishes
@@ -137,7 +137,7 @@ def steps_with_a_restart(name: str, num_microbatches: int) -> Restarted:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sizes.AUTO_WITH_FULL)
+@pytest.mark.parametrize("name", drawn_sizes.AUTO_WITH_FULL)
 @pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.full), 7])
 def test_a_step_that_began_wrongly_ends_like_one_that_did_not(
     ranks: RankPools, name: str, num_microbatches: int

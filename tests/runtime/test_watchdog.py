@@ -19,8 +19,8 @@ from typing import Any, cast
 
 import pytest
 from jobs import started
+from live_processes import wait_until
 from torch.distributed import HashStore, Store
-from waiting import wait_until
 
 from megatron_zb.runtime.progress import REMEMBERED, RankProgress, State
 from megatron_zb.runtime.watchdog import (

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
 from typing import Any
 
+import drawn_sizes
 import pytest
-import sizes
 from brief_searches import at_length
 from checkpoint_pass import PART, N
 
@@ -188,7 +188,7 @@ EITHER = (
 """Values of one argument, and two of which a schedule may have one."""
 PAIRS = [pair for pair in combinations(FEATURES, 2) if not any({*pair} <= it for it in EITHER)]
 FIRST = ["v-half", "interleaved", "1f1b"]
-NAMES = sizes.first(3, [*FIRST, *(name for name in schedules.names() if name not in FIRST)])
+NAMES = drawn_sizes.first(3, [*FIRST, *(name for name in schedules.names() if name not in FIRST)])
 
 
 LIMITS = (0.7, 0.6, 0.55, 0.45, 0.35)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sizes import every_value
+from drawn_sizes import every_value
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import drawn_sizes
 import pytest
-import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -165,7 +165,7 @@ _FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=300 if sizes.IS_FULL else 100, deadline=None)
+@settings(max_examples=300 if drawn_sizes.IS_FULL else 100, deadline=None)
 @given(st.text() | st.lists(_FRAGMENTS).map("".join))
 def test_any_text_is_a_valid_schedule_or_a_usage_error(text: str) -> None:
     try:

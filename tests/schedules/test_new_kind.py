@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 
+import drawn_sizes
 import pytest
-import sizes
 import torch
 from checkpoint_pass import HANDLERS, PART, RAN, N
 from ranks import RankPools
@@ -75,7 +75,7 @@ OTHERS: dict[str, tuple[str, float | None, Callable[[Costs], Costs]]] = {
 }
 
 
-@pytest.mark.parametrize("other", sizes.first(4, [*OTHERS]))
+@pytest.mark.parametrize("other", drawn_sizes.first(4, [*OTHERS]))
 def test_it_stands_beside_every_other_kind(other: str) -> None:
     name, limit, asking = OTHERS[other]
     part = replace(PART, memory=0.0) if limit else PART

@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import drawn_sizes
 import hypothesis
 import pytest
-import sizes
 from hypothesis import strategies as st
 
 from megatron_zb import schedules
@@ -279,7 +279,7 @@ def test_a_share_of_the_units_of_each_stage_is_recomputed(share: float, count: i
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "p", "smallest"),
-    sizes.first(1, [("v-half", 2, 0.25), ("v-min", 4, 0.125), ("auto", 2, 0.125)]),
+    drawn_sizes.first(1, [("v-half", 2, 0.25), ("v-min", 4, 0.125), ("auto", 2, 0.125)]),
 )
 def test_limits_are_served_down_to_one_activation(
     brief_searches: None, name: str, p: int, smallest: float

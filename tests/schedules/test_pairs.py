@@ -6,9 +6,9 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import drawn_sizes
 import hypothesis
 import pytest
-import sizes
 from hypothesis import strategies as st
 
 from megatron_zb import schedules
@@ -293,7 +293,7 @@ def _one_by_one(place: Placement, m: int, split: bool) -> Schedule:
     return Schedule("one by one", place, m, ranks)
 
 
-@hypothesis.settings(max_examples=60 if sizes.IS_FULL else 25, deadline=None)
+@hypothesis.settings(max_examples=60 if drawn_sizes.IS_FULL else 25, deadline=None)
 @hypothesis.given(problems())
 def test_what_is_found_runs_within_its_memory_and_is_no_slower_than_what_was_known(
     drawn: tuple[Problem, Costs],
@@ -350,7 +350,7 @@ def drawn_costs(rng: random.Random, p: int) -> Costs:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", sizes.first(1, [3, 5, 6, 7, 8]))
+@pytest.mark.parametrize("seed", drawn_sizes.first(1, [3, 5, 6, 7, 8]))
 def test_auto_is_no_slower_than_a_named_schedule_with_pairs(seed: int) -> None:
     rng = random.Random(seed)
     p = rng.choice([2, 3, 4])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import drawn_sizes
 import hypothesis
 import pytest
-import sizes
 from drawn_limits import within_a_limit
 from hypothesis import strategies as st
 
@@ -58,7 +58,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
 
 
 @hypothesis.given(problems())
-@hypothesis.settings(max_examples=60 if sizes.IS_FULL else 20, deadline=None)
+@hypothesis.settings(max_examples=60 if drawn_sizes.IS_FULL else 20, deadline=None)
 def test_what_is_found_keeps_rules_limit_and_bound(drawn: tuple[Problem, Costs]) -> None:
     """R stands right before its B, or before the pair of this, and never within a pair."""
     problem, costs = drawn

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import drawn_sizes
 import hypothesis
 import pytest
-import sizes
 from brief_searches import briefly
 from drawn_limits import within_a_limit
 from hypothesis import strategies as st
@@ -151,7 +151,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
 
 
 @hypothesis.given(problems())
-@hypothesis.settings(max_examples=40 if sizes.IS_FULL else 10, deadline=None)
+@hypothesis.settings(max_examples=40 if drawn_sizes.IS_FULL else 10, deadline=None)
 def test_every_search_keeps_rules_limit_and_bound(found: tuple[Problem, Costs]) -> None:
     problem, costs = found
     bound = lower_bound(problem.placement, problem.num_microbatches, problem.costs, problem.limit)
@@ -182,7 +182,7 @@ def test_compiled_or_not_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @hypothesis.given(st.integers(2, 4), st.integers(1, 8), st.floats(0.3, 1.0))
-@hypothesis.settings(max_examples=sizes.SEARCHES, deadline=None)
+@hypothesis.settings(max_examples=drawn_sizes.SEARCHES, deadline=None)
 def test_recomputation_and_offload_never_make_a_request_slower(
     p: int, m: int, limit: float
 ) -> None:

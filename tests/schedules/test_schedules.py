@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 
+import drawn_sizes
 import pytest
-import sizes
 from brief_searches import at_length
 from cost_tables import changed
 from hypothesis import given, settings
@@ -53,7 +53,9 @@ def costs_of(draw: st.DrawFn, pipeline_size: int) -> schedules.Costs:
 
 @st.composite
 def problems(
-    draw: st.DrawFn, most_ranks: int = sizes.RANKS, most_microbatches: int = sizes.MICROBATCHES
+    draw: st.DrawFn,
+    most_ranks: int = drawn_sizes.RANKS,
+    most_microbatches: int = drawn_sizes.MICROBATCHES,
 ) -> tuple[int, int, schedules.Costs]:
     pipeline_size = draw(st.integers(2, most_ranks))
     return pipeline_size, draw(st.integers(1, most_microbatches)), draw(costs_of(pipeline_size))
@@ -64,7 +66,7 @@ _NAMED = [name for name in schedules.names() if name != "auto"]
 
 
 @pytest.mark.parametrize("name", _NAMED)
-@settings(max_examples=sizes.EXAMPLES, deadline=None)
+@settings(max_examples=drawn_sizes.EXAMPLES, deadline=None)
 @given(problem=problems())
 def test_every_schedule_is_valid_and_within_its_memory(
     name: str, problem: tuple[int, int, schedules.Costs]
@@ -72,7 +74,7 @@ def test_every_schedule_is_valid_and_within_its_memory(
     _check(name, problem)
 
 
-@settings(max_examples=sizes.SEARCHES, deadline=None)
+@settings(max_examples=drawn_sizes.SEARCHES, deadline=None)
 @given(problem=problems(most_ranks=5, most_microbatches=12))
 def test_auto_is_valid_and_within_its_memory(problem: tuple[int, int, schedules.Costs]) -> None:
     _check("auto", problem)
@@ -179,7 +181,7 @@ def test_ranks_that_both_send_first_are_refused_and_named() -> None:
 
 
 @pytest.mark.parametrize("name", _NAMED)
-@settings(max_examples=sizes.EXAMPLES, deadline=None)
+@settings(max_examples=drawn_sizes.EXAMPLES, deadline=None)
 @given(problem=problems(most_ranks=6, most_microbatches=9))
 def test_the_simulator_agrees_with_brute_force(
     name: str, problem: tuple[int, int, schedules.Costs]
@@ -420,7 +422,7 @@ def test_the_deadlock_check_knows_that_a_message_needs_a_receive() -> None:
     assert kinds == {lowering.Send, lowering.WaitReceive}
 
 
-@pytest.mark.parametrize("name", sizes.AUTO_WITH_FULL)
+@pytest.mark.parametrize("name", drawn_sizes.AUTO_WITH_FULL)
 def test_few_receives_are_open_at_once(name: str) -> None:
     """As many buffers as that are held beside what the passes hold."""
     program = schedules.lower(schedules.build(name, pipeline_size=5, num_microbatches=13))

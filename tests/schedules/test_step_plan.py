@@ -6,8 +6,8 @@ import random
 from functools import cache
 from statistics import median
 
+import drawn_sizes
 import pytest
-import sizes
 from drawn_lengths import ATTENTION, KINDS, drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,7 +77,7 @@ def _checked(plan: StepPlan, costs: Costs, limit: list[float]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("p", "m"), sizes.first(1, [(4, 8), (8, 16), (8, 32), (8, 4)]))
+@pytest.mark.parametrize(("p", "m"), drawn_sizes.first(1, [(4, 8), (8, 16), (8, 32), (8, 4)]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_is_never_slower_than_the_given_order(p: int, m: int, kind: str) -> None:
     few = 4 if m == 32 else DRAWS
@@ -259,7 +259,7 @@ def test_shapes_are_of_every_microbatch(shapes: list[tuple[int, int]]) -> None:
         Lengths.of([3.0, 5.0], shapes=shapes)
 
 
-@pytest.mark.parametrize("seed", sizes.first(3, range(10)))
+@pytest.mark.parametrize("seed", drawn_sizes.first(3, range(10)))
 def test_a_table_whose_passes_keep_their_order_runs_nearly_equal_microbatches(seed: int) -> None:
     """Vocabulary parallelism has passes that a plan does not move."""
     rng = random.Random(seed)
@@ -272,7 +272,7 @@ def test_a_table_whose_passes_keep_their_order_runs_nearly_equal_microbatches(se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", sizes.first(3, range(10)))
+@pytest.mark.parametrize("seed", drawn_sizes.first(3, range(10)))
 def test_a_limit_is_kept_without_recomputation_if_no_order_of_its_table_keeps_it(seed: int) -> None:
     plain = _costs(4)
     costs = plain.having(Recomputation(kept_input=0.1, seconds=plain.seconds[PassKind.F]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import drawn_sizes
 import pytest
-import sizes
 from cost_tables import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -166,7 +166,7 @@ def test_a_page_refuses_uneven_microbatches() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60 if sizes.IS_FULL else 15)
+@settings(max_examples=60 if drawn_sizes.IS_FULL else 15)
 @given(
     name=st.sampled_from(["zb-h1", "v-min", "v-half", "v-zb", "1f1b-v", "zb-2p"]),
     p=st.integers(2, 4),

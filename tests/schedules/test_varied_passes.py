@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from statistics import fmean, pstdev
 
+import feature_gains
 import pytest
-import varied_passes as benchmark
 
 from megatron_zb import schedules
 from megatron_zb.schedules.costs import Costs
@@ -92,8 +92,8 @@ def test_auto_loses_no_more_than_named_schedules_that_are_as_fast() -> None:
 
 
 def test_the_benchmark_shows_what_the_choice_costs_and_gains() -> None:
-    found = {row["name"]: row for row in benchmark.rows(2, 4, [0, 10], 8)}
-    assert [*found] == [*benchmark.NAMED, "fastest", "auto"]
+    found = {row["name"]: row for row in feature_gains.varied_rows(2, 4, [0, 10], 8)}
+    assert [*found] == [*feature_gains.NAMED, "fastest", "auto"]
     fastest, taken = (found[name]["means"] for name in ("fastest", "auto"))
     assert fastest[0] <= taken[0] <= fastest[0] * 1.01
     assert all(row["means"][1] > row["means"][0] for row in found.values())

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sizes import every_value
+from drawn_sizes import every_value
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError

@@ -19,7 +19,8 @@ from unittest.mock import patch
 import gpt_cases
 import torch
 from gpt_cases import GPTCase, built, forward_backward, microbatches
-from joined import EXPERTS, joined
+from joined_pairs import joined
+from model_options import EXPERTS, MAMBA, RECOMPUTED, SELECTIVE
 from rank_process import Kind
 from ranks import RankFailure, RankPool
 from recompute_offload import with_recompute_offload
@@ -79,24 +80,11 @@ CASES = {
     ),
     "shared expert": _experts(moe_shared_expert_intermediate_size=32),
     "allgather dispatcher": _experts(moe_token_dispatcher_type="allgather"),
-    "selective recomputation": GPTCase(
-        options=(("recompute_granularity", "selective"), ("recompute_modules", ("core_attn",)))
-    ),
-    "full recomputation": GPTCase(
-        options=(
-            ("recompute_granularity", "full"),
-            ("recompute_method", "uniform"),
-            ("recompute_num_layers", 1),
-        )
-    ),
+    "selective recomputation": GPTCase(options=SELECTIVE),
+    "full recomputation": GPTCase(options=RECOMPUTED),
     "hybrid": GPTCase(
         hybrid="M*-E",
-        options=(
-            *EXPERTS.items(),
-            ("mamba_state_dim", 8),
-            ("mamba_head_dim", 8),
-            ("mamba_num_groups", 2),
-        ),
+        options=(*EXPERTS.items(), *MAMBA),
     ),
 }
 

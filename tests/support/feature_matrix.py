@@ -5,11 +5,11 @@ The one source of the table in docs/support.md and of the cases in test_feature_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from gpt_cases import FIRST_WITH_HYBRIDS, GPTCase
+from model_options import EXPERTS, GATED_DELTA, LATENT, MAMBA, RECOMPUTED, ROUTED, options
 
 REPRESENTATIVE = ("v-half", "zb-h1", "interleaved")
 EVERY = "every schedule"
@@ -83,43 +83,11 @@ def _shown(feature: str, settings: str, test: str, case: GPTCase, ranks: int = 2
     return Row(feature, settings, case, ranks=ranks, test=test, every_schedule=True)
 
 
-def _options(**settings: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple(settings.items())
-
-
 _GRADIENTS = "test_gradients_equal_megatrons"
 _VARIANTS = "test_variants_equal_megatrons"
 _WITH_TE = ("v-half", "zb-h1", "v-zb", "interleaved")
 _PARALLEL = "test_tensor_and_data_parallel_equal_megatrons"
 
-_MOE = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.02,
-    "moe_ffn_hidden_size": 32,
-    "add_bias_linear": False,
-}
-_LATENT = _options(
-    multi_latent_attention=True,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_head_dim=8,
-    qk_pos_emb_head_dim=8,
-    v_head_dim=16,
-    kv_channels=16,
-    rope_type="rope",
-    qk_layernorm=True,
-    add_bias_linear=False,
-)
-_GATED_DELTA = _options(
-    linear_conv_kernel_dim=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    deterministic_mode=True,
-)
 _IMAGES = (1, 2, 0, 0, 2, 1)  # the second of three microbatches has none
 _AFTER_RELEASES = (0, 20)
 """The series of Megatron's main branch after 0.19."""
@@ -196,7 +164,7 @@ ROWS = (
             distributed_optimizer=True,
             overlap_grad_reduce=True,
             optimizer_steps=3,
-            options=_options(**_MOE, moe_token_dispatcher_type="alltoall"),
+            options=options(**EXPERTS),
         ),
         Verdict.STEPS,
         ranks=4,
@@ -253,7 +221,7 @@ ROWS = (
         "`--normalization RMSNorm`, `--disable-bias-linear`",
         GPTCase(
             rotary=True,
-            options=_options(
+            options=options(
                 num_query_groups=2,
                 normalization="RMSNorm",
                 gated_linear_unit=True,
@@ -265,7 +233,7 @@ ROWS = (
     Row(
         "multi-latent attention",
         "`--multi-latent-attention`, equal key and value sizes",
-        GPTCase(rotary=True, options=_LATENT),
+        GPTCase(rotary=True, options=LATENT),
     ),
     Row(
         "multi-token prediction",
@@ -289,7 +257,7 @@ ROWS = (
     Row(
         "mixed hidden states of multi-token prediction",
         "`--mtp-num-layers 2`, `--mtp-hsm`",
-        GPTCase(multi_token=2, rotary=True, options=_options(mtp_hsm=True)),
+        GPTCase(multi_token=2, rotary=True, options=options(mtp_hsm=True)),
         schedules=("1f1b", "v-half", "zb-h1"),
         test="test_mixed_hidden_states_are_drawn_the_same",
         pattern_test="test_mixed_hidden_states_are_drawn_the_same",
@@ -299,7 +267,7 @@ ROWS = (
     Row(
         "hybrid models (attention, MLP, experts)",
         "`pretrain_hybrid.py`, `--hybrid-layer-pattern *-*E*E*-`",
-        GPTCase(hybrid="*-*E*E*-", layers=8, options=_options(**_MOE)),
+        GPTCase(hybrid="*-*E*E*-", layers=8, options=options(**ROUTED)),
         schedules=(*REPRESENTATIVE, "v-zb"),
         since=FIRST_WITH_HYBRIDS,
     ),
@@ -313,18 +281,14 @@ ROWS = (
     Row(
         "Mamba layers (scan in torch)",
         "`--hybrid-layer-pattern M*M-M-MM`",
-        GPTCase(
-            hybrid="M*M-M-MM",
-            layers=8,
-            options=_options(mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2),
-        ),
+        GPTCase(hybrid="M*M-M-MM", layers=8, options=MAMBA),
         schedules=_WITH_TE,
         since=FIRST_WITH_HYBRIDS,
     ),
     Row(
         "gated delta layers (deterministic, in torch)",
         "`--hybrid-layer-pattern G*G-G-GG`",
-        GPTCase(hybrid="G*G-G-GG", layers=8, options=_GATED_DELTA),
+        GPTCase(hybrid="G*G-G-GG", layers=8, options=GATED_DELTA),
         schedules=_WITH_TE,
         since=FIRST_WITH_HYBRIDS,
     ),
@@ -384,11 +348,7 @@ ROWS = (
             layers=8,
             data_parallel=2,
             expert_parallel=2,
-            options=_options(
-                **_MOE,
-                moe_token_dispatcher_type="alltoall",
-                moe_shared_expert_intermediate_size=32,
-            ),
+            options=options(**EXPERTS, moe_shared_expert_intermediate_size=32),
         ),
         ranks=4,
         schedules=(*REPRESENTATIVE, "wave"),
@@ -418,9 +378,8 @@ ROWS = (
             layers=4,
             data_parallel=2,
             expert_parallel=2,
-            options=_options(
-                **_MOE,
-                moe_token_dispatcher_type="alltoall",
+            options=options(
+                **EXPERTS,
                 moe_shared_expert_intermediate_size=32,
                 moe_shared_expert_overlap=True,
             ),
@@ -443,7 +402,7 @@ ROWS = (
         GPTCase(
             data_parallel=2,
             expert_parallel=2,
-            options=_options(**_MOE, moe_token_dispatcher_type="allgather"),
+            options=options(**ROUTED, moe_token_dispatcher_type="allgather"),
         ),
         ranks=4,
         schedules=("v-half", "zb-h1"),
@@ -454,9 +413,8 @@ ROWS = (
         GPTCase(
             data_parallel=2,
             optimizer_steps=3,
-            options=_options(
-                **{**_MOE, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
-                moe_token_dispatcher_type="alltoall",
+            options=options(
+                **{**EXPERTS, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
                 moe_router_score_function="sigmoid",
                 moe_router_enable_expert_bias=True,
                 moe_router_bias_update_rate=0.1,
@@ -471,10 +429,7 @@ ROWS = (
         "32 experts, 64 choices",
         GPTCase(
             layers=4,
-            options=_options(
-                **{**_MOE, "num_moe_experts": 32},
-                moe_token_dispatcher_type="alltoall",
-            ),
+            options=options(**{**EXPERTS, "num_moe_experts": 32}),
         ),
         schedules=("v-half", "zb-h1"),
     ),
@@ -483,9 +438,7 @@ ROWS = (
         "`--moe-layer-freq [0,0,1,1]`",
         GPTCase(
             layers=4,
-            options=_options(
-                **_MOE, moe_token_dispatcher_type="alltoall", moe_layer_freq=(0, 0, 1, 1)
-            ),
+            options=options(**EXPERTS, moe_layer_freq=(0, 0, 1, 1)),
         ),
     ),
     Row(
@@ -494,7 +447,7 @@ ROWS = (
         GPTCase(
             layers=4,
             frozen="local_experts.1",
-            options=_options(**_MOE, moe_token_dispatcher_type="alltoall"),
+            options=options(**EXPERTS),
         ),
         schedules=("v-half", "zb-h1"),
     ),
@@ -636,7 +589,7 @@ ROWS = (
     Row(
         "overlapped gather, aligned, tied",
         "`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`",
-        GPTCase(**{**vars(_OVERLAPS), "align_param_gather": True, "tied": True}),
+        replace(_OVERLAPS, align_param_gather=True, tied=True),
         Verdict.STEPS,
         ranks=4,
         schedules=(*REPRESENTATIVE, "v-zb"),
@@ -653,7 +606,7 @@ ROWS = (
     Row(
         "overlapped gather, aligned, weights read ahead",
         "`--overlap-grad-reduce`, `--overlap-param-gather`, `ensure_params_ready`",
-        GPTCase(**{**vars(_OVERLAPS), "align_param_gather": True, "late_changes": ("read ahead",)}),
+        replace(_OVERLAPS, align_param_gather=True, late_changes=("read ahead",)),
         Verdict.STEPS,
         ranks=4,
         schedules=("v-half", "zb-h1"),
@@ -662,7 +615,7 @@ ROWS = (
     Row(
         "gather overlapped with the optimizer step",
         "`--overlap-param-gather-with-optimizer-step`",
-        GPTCase(**{**vars(_OVERLAPS), "gather_in_optimizer": True}),
+        replace(_OVERLAPS, gather_in_optimizer=True),
         Verdict.STEPS,
         ranks=4,
         schedules=("v-half", "v-zb", "interleaved", "wave"),
@@ -670,14 +623,12 @@ ROWS = (
     Row(
         "the same, tied, bfloat16, aligned",
         "`--overlap-param-gather-with-optimizer-step`, `--bf16`",
-        GPTCase(
-            **{
-                **vars(_OVERLAPS),
-                "gather_in_optimizer": True,
-                "align_param_gather": True,
-                "tied": True,
-                "dtype": "bfloat16",
-            }
+        replace(
+            _OVERLAPS,
+            gather_in_optimizer=True,
+            align_param_gather=True,
+            tied=True,
+            dtype="bfloat16",
         ),
         Verdict.STEPS,
         ranks=4,
@@ -686,13 +637,11 @@ ROWS = (
     Row(
         "the same, expert parallelism",
         "`--overlap-param-gather-with-optimizer-step`, `--expert-model-parallel-size 2`",
-        GPTCase(
-            **{
-                **vars(_OVERLAPS),
-                "gather_in_optimizer": True,
-                "expert_parallel": 2,
-                "options": _options(**_MOE, moe_token_dispatcher_type="alltoall"),
-            }
+        replace(
+            _OVERLAPS,
+            gather_in_optimizer=True,
+            expert_parallel=2,
+            options=options(**EXPERTS),
         ),
         Verdict.STEPS,
         ranks=4,
@@ -701,14 +650,12 @@ ROWS = (
     Row(
         "the same, replicated expert parallelism",
         "`--overlap-param-gather-with-optimizer-step`, `--expert-model-parallel-size 2`",
-        GPTCase(
-            **{
-                **vars(_OVERLAPS),
-                "data_parallel": 4,
-                "gather_in_optimizer": True,
-                "expert_parallel": 2,
-                "options": _options(**_MOE, moe_token_dispatcher_type="alltoall"),
-            }
+        replace(
+            _OVERLAPS,
+            data_parallel=4,
+            gather_in_optimizer=True,
+            expert_parallel=2,
+            options=options(**EXPERTS),
         ),
         Verdict.STEPS,
         ranks=8,
@@ -721,16 +668,12 @@ ROWS = (
         "full recomputation",
         "`--recompute-granularity full`",
         _VARIANTS,
-        GPTCase(
-            options=_options(
-                recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-            )
-        ),
+        GPTCase(options=RECOMPUTED),
     ),
     Row(
         "selective recomputation of attention",
         "`--recompute-granularity selective`",
-        GPTCase(options=_options(recompute_granularity="selective")),
+        GPTCase(options=options(recompute_granularity="selective")),
     ),
     Row(
         "selective recomputation, every module (Transformer Engine stand-ins)",
@@ -772,7 +715,7 @@ ROWS = (
     Row(
         "variable sequence lengths",
         "`variable_seq_lengths`",
-        GPTCase(lengths=(16, 5, 9), options=_options(moe_token_dispatcher_type="alltoall")),
+        GPTCase(lengths=(16, 5, 9), options=options(moe_token_dispatcher_type="alltoall")),
         schedules=(*REPRESENTATIVE, "v-zb", "wave"),
     ),
     # calls

@@ -13,8 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,11 +21,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from live_processes import PATIENCE, left_by, state_of
 from rank_process import Kind
 from ranks import fork
-
-PATIENCE = 5.0
-"""Seconds in which a rank that is asked to end may do so."""
 
 
 @dataclass(frozen=True)
@@ -185,36 +182,10 @@ def _end(processes: Sequence[Any]) -> None:
     for process in processes:
         if process.is_alive():
             process.terminate()
-            if _is_stopped(process.pid):  # it would never be told
+            if state_of(process.pid) == "T":  # stopped, it would never be told
                 process.kill()
     deadline = time.monotonic() + PATIENCE
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
         process.join()
-
-
-def _is_stopped(number: int) -> bool:
-    with suppress(OSError):
-        stat = Path(f"/proc/{number}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] == "T"
-    return False
-
-
-def left_by(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Living processes that ranks have started, after a while in which they may end."""
-    deadline = time.monotonic() + PATIENCE
-    while (left := tuple(_in_sessions(ranks))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for number in left:
-        with suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
-    return left
-
-
-def _in_sessions(leaders: Sequence[int]) -> Iterator[int]:
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            state, _, _, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-            if state != "Z" and int(session) in leaders:
-                yield int(folder.name)

@@ -46,7 +46,7 @@ def _kept(search: Callable[..., Any], folder: Path) -> Callable[..., Any]:
 
 
 def _asking_file() -> str:
-    """Return the test file while reached.py records: there each file has to search itself."""
+    """Return the test file while reaching_tests.py records: each file has to search itself then."""
     recorded = "TESTS_REACHED" in os.environ
     return os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0] if recorded else ""
 

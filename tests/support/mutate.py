@@ -17,21 +17,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
+from typing import TypeAlias
 
 import mutants
 import yaml
 from mutants import Mutant
-from reached import LEFT_OUT, ROOT, Nearby, Reached
+from reaching_tests import LEFT_OUT, ROOT, Nearby, Reached
 
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.yaml"
 CHECKERS = {"ruff": ("check", "--quiet", "--select", "F"), "mypy": ("--no-error-summary",)}
 """What scripts/test.sh runs before the tests; of ruff the rules of names alone, as how a mutant is
 written is nothing that anybody would write."""
+TestsOf: TypeAlias = Callable[[Mutant], Sequence[str]]
 _PASSED, _NOT_FOUND = 0, 4  # exit statuses of pytest
 KILLED, SURVIVED = "killed", "survived"
 NO_ANSWER = "gave no answer in time"
@@ -125,7 +127,7 @@ def _pytest(copy: Path, tests: Sequence[str], seconds: float) -> tuple[int | Non
 
 
 def verdicts(
-    drawn: Sequence[Mutant], reached: Reached | Nearby | _Wider, seconds: float, processes: int
+    drawn: Sequence[Mutant], tests_of: TestsOf, seconds: float, processes: int
 ) -> Iterator[Verdict]:
     """Yield what became of each mutant, as it ends."""
     copies: Queue[Path] = Queue()
@@ -133,7 +135,7 @@ def verdicts(
     def one(mutant: Mutant) -> Verdict:
         copy = copies.get()
         try:
-            return tried(mutant, copy, reached.tests_of(mutant), seconds)
+            return tried(mutant, copy, tests_of(mutant), seconds)
         finally:
             copies.put(copy)
 
@@ -154,17 +156,7 @@ def with_wider_tests(
             yield verdict
         else:
             left.append(verdict.mutant)
-    yield from verdicts(left, _Wider(nearby), seconds, processes)
-
-
-@dataclass(frozen=True)
-class _Wider:
-    """The wider tests of mutants as their tests."""
-
-    nearby: Nearby
-
-    def tests_of(self, mutant: Mutant) -> list[str]:
-        return self.nearby.wider_tests_of(mutant)
+    yield from verdicts(left, nearby.wider_tests_of, seconds, processes)
 
 
 def _commit() -> str:
@@ -204,6 +196,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     arguments = parser().parse_args()
+    if arguments.wider and not arguments.nearby:
+        sys.exit("mutate.py: error: --wider needs --nearby: without it all tests are tried")
     seed = arguments.seed or _commit()
     known = equivalent()
     drawn = mutants.draw(ROOT, arguments.draw, seed)
@@ -214,13 +208,12 @@ def main() -> int:
     for name, words in CHECKERS.items():  # which fills mypy's cache, too, that each copy takes
         subprocess.run([sys.executable, "-m", name, *words], cwd=ROOT, check=True)
     by_checkers = holes = 0
-    reached = Nearby(ROOT) if arguments.nearby else Reached.of(ROOT)
+    nearby = Nearby(ROOT)
+    tests_of = nearby.tests_of if arguments.nearby else Reached.of(ROOT).tests_of
     limits = arguments.seconds, arguments.processes
-    found = verdicts(drawn, reached, *limits)
+    found = verdicts(drawn, tests_of, *limits)
     if arguments.wider:
-        if not isinstance(reached, Nearby):
-            sys.exit("mutate.py: error: --wider needs --nearby: without it all tests are tried")
-        found = with_wider_tests(found, reached, *limits)
+        found = with_wider_tests(found, nearby, *limits)
     for number, verdict in enumerate(found, 1):
         holes += verdict.word != KILLED
         by_checkers += verdict.by in CHECKERS

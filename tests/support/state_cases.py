@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 from gpt_cases import GPTCase, built, forward_backward, microbatches
-from joined import EXPERTS
 from megatron.core import parallel_state
+from model_options import EXPERTS, SELECTIVE
 
 from megatron_zb import schedules
 from megatron_zb.measured.profile import read_profile
@@ -26,9 +26,7 @@ SMALL_GPTS = {
     "tied": GPTCase(tied=True),
     "bf16": GPTCase(dtype="bfloat16"),
     "experts": GPTCase(options=tuple(EXPERTS.items())),
-    "selective": GPTCase(
-        options=(("recompute_granularity", "selective"), ("recompute_modules", ("core_attn",)))
-    ),
+    "selective": GPTCase(options=SELECTIVE),
     "lengths": GPTCase(lengths=(16, 8, 12), options=(("moe_token_dispatcher_type", "alltoall"),)),
 }
 PARALLEL = {

@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from struct import pack
 from termios import TIOCSWINSZ
 
 import yaml
+from live_processes import left_by
 from traced_steps import profile, ran
 
 from megatron_zb.measured.profile import write_profile
@@ -40,7 +40,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZES = "-p 4 -m 8"
 OLD = b"an older file\n"
 BAD = ("Traceback", "Exception ignored", "resource_tracker", "leaked", "KeyboardInterrupt")
-PATIENCE = 5.0  # seconds in which helpers end with their command
 LONGEST = 300.0
 
 COMMANDS = {
@@ -217,7 +216,7 @@ def _run(words: Sequence[str], where: Surrounding) -> tuple[int, str, str]:
     if output != subprocess.PIPE:
         os.close(output)
     printed, said = _end(process, where, reader)
-    left = _left(process.pid)
+    left = left_by([process.pid])
     if left:
         said += f"Traceback of this test: processes {left} live on".encode()
     return process.returncode, printed.decode(errors="replace"), said.decode(errors="replace")
@@ -260,25 +259,6 @@ def _read(terminal: int) -> bytes:
             found += more
     os.close(terminal)
     return found
-
-
-def _left(leader: int) -> list[int]:
-    """Return the processes of a session that live on, and end them."""
-    deadline = time.monotonic() + PATIENCE
-    while (left := list(_session(leader))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for number in left:
-        with suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
-    return left
-
-
-def _session(leader: int) -> Iterator[int]:
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            state, _, _, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-            if state != "Z" and int(session) == leader:
-                yield int(folder.name)
 
 
 def drawn(count: int | None, seed: str) -> list[tuple[str, str]]:

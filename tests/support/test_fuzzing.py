@@ -75,72 +75,48 @@ def test_a_failure_is_shrunk_to_what_it_needs() -> None:
     assert found == {"a": "1", "b": "y", "c": "p"}
 
 
+def combination(**values: str) -> dict[str, str]:
+    usual = dict.fromkeys(("slices", "balanced", "post_validation", "sequence_parallel"), "without")
+    usual |= {"vocabulary": "whole", "clip": "0", "layers": "even", **values}
+    named = {name.replace("_", "-"): value for name, value in usual.items()}
+    return draw(space_of("0.16"), "compare/0") | named
+
+
+NORM = {"4 grad norm": "1.0"}, {"4 grad norm": "1.0000001"}
+Z_LOSS = {"4 z_loss": "1.917968750E+00"}, {"4 z_loss": "1.914062500E+00"}
+USUAL = {"1 lm loss": "4.0", "1 grad norm": "1.0"}
+
+
 @pytest.mark.parametrize(
-    ("ours", "schedule", "first"),
+    ("logs", "values", "first"),
     [
-        ({"1 lm loss": "4.0", "1 grad norm": "1.0"}, "zb-h1", ""),
-        ({"1 lm loss": "4.000000001", "1 grad norm": "1.0"}, "zb-h1", "1 lm loss"),
-        ({"1 lm loss": "4.0", "1 grad norm": "1.0000001"}, "v-half", ""),
-        ({"1 lm loss": "4.0", "1 grad norm": "1.001"}, "v-half", "1 grad norm"),
-        ({"1 lm loss": "4.0"}, "zb-h1", "logged by one alone"),
+        ((USUAL, USUAL), {"schedule": "zb-h1"}, ""),
+        ((USUAL, USUAL | {"1 lm loss": "4.000000001"}), {"schedule": "zb-h1"}, "1 lm loss"),
+        ((USUAL, USUAL | {"1 grad norm": "1.0000001"}), {"schedule": "v-half"}, ""),
+        ((USUAL, USUAL | {"1 grad norm": "1.001"}), {"schedule": "v-half"}, "1 grad norm"),
+        ((USUAL, {"1 lm loss": "4.0"}), {"schedule": "zb-h1"}, "logged by one alone"),
+        # post-validation sums norms along the pipeline
+        (NORM, {"schedule": "zb-h1", "post_validation": "with"}, ""),
+        (NORM, {"schedule": "zb-h1", "post_validation": "without"}, "4 grad norm"),
+        # a z-loss has the rounding of its precision
+        (Z_LOSS, {"slices": "four", "precision": "bf16"}, ""),
+        (Z_LOSS, {"slices": "four", "precision": "fp16"}, "4 z_loss"),
+        (Z_LOSS, {"slices": "four", "precision": "fp32"}, "4 z_loss"),
     ],
 )
-def test_logs_are_compared(ours: dict[str, str], schedule: str, first: str) -> None:
-    combination = draw(space_of("0.16"), "compare/0") | {
-        "schedule": schedule,
-        "vocabulary": "whole",
-        "slices": "without",
-        "clip": "0",
-        "layers": "even",
-        "balanced": "without",
-    }
-    upstream = {"1 lm loss": "4.0", "1 grad norm": "1.0"}
-    assert compare(upstream, ours, combination).first.startswith(first)
-    assert bool(compare(upstream, ours, combination).first) is bool(first)
-
-
-@pytest.mark.parametrize(("post_validation", "differs"), [("with", False), ("without", True)])
-def test_post_validation_sums_norms_along_the_pipeline(post_validation: str, differs: bool) -> None:
-    combination = draw(space_of("0.16"), "compare/0") | {
-        "schedule": "zb-h1",
-        "vocabulary": "whole",
-        "slices": "without",
-        "layers": "even",
-        "balanced": "without",
-        "post-validation": post_validation,
-    }
-    logs = {"4 grad norm": "1.0"}, {"4 grad norm": "1.0000001"}
-    assert bool(compare(*logs, combination).first) is differs
-
-
-@pytest.mark.parametrize(
-    ("precision", "differs"), [("bf16", False), ("fp16", True), ("fp32", True)]
-)
-def test_z_loss_has_the_rounding_of_its_precision(precision: str, differs: bool) -> None:
-    combination = draw(space_of("0.16"), "compare/0") | {
-        "vocabulary": "whole",
-        "slices": "four",
-        "sequence-parallel": "without",
-        "precision": precision,
-    }
-    logs = {"4 z_loss": "1.917968750E+00"}, {"4 z_loss": "1.914062500E+00"}
-    assert bool(compare(*logs, combination).first) is differs
+def test_logs_are_compared(
+    logs: tuple[dict[str, str], dict[str, str]], values: dict[str, str], first: str
+) -> None:
+    found = compare(*logs, combination(**values)).first
+    assert found.startswith(first)
+    assert bool(found) is bool(first)
 
 
 def test_a_run_that_goes_on_has_the_rounding_of_both_its_schedules() -> None:
-    usual = draw(space_of("0.16"), "compare/0") | {
-        "vocabulary": "whole",
-        "slices": "without",
-        "clip": "0",
-        "layers": "even",
-        "balanced": "without",
-        "post-validation": "without",
-    }
-    logs = {"4 grad norm": "1.0"}, {"4 grad norm": "1.0000001"}
-    first, then = usual | {"schedule": "zb-1p"}, usual | {"schedule": "v-zb"}
-    assert compare(*logs, first).first
-    assert not compare(*logs, first, then).first
-    assert not compare(*logs, then, first).first
+    first, then = combination(schedule="zb-1p"), combination(schedule="v-zb")
+    assert compare(*NORM, first).first
+    assert not compare(*NORM, first, then).first
+    assert not compare(*NORM, then, first).first
 
 
 def test_kept_results_are_of_settings_that_there_are() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from jobs import run_job
-from waiting import is_alive, wait_until
+from live_processes import is_alive, wait_until
 
 
 def program(folder: Path, source: str) -> str:

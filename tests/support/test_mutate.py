@@ -9,7 +9,7 @@ from pathlib import Path
 import mutants
 import mutate
 import pytest
-import reached
+import reaching_tests
 from mutants import Mutant
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -134,14 +134,14 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(text)
     (tmp_path / "root" / "pytest.ini").touch()
-    monkeypatch.setattr(reached, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(reaching_tests, "ROOT", tmp_path / "root")
     monkeypatch.setattr(mutate, "ROOT", tmp_path / "root")
     return tmp_path
 
 
 def test_what_a_test_reaches_is_recorded_also_in_processes_that_it_starts(tree: Path) -> None:
-    reached.record(tree / "copy", tree / "notes", [])
-    found = reached.Reached(tree / "notes", tree / "root")
+    reaching_tests.record(tree / "copy", tree / "notes", [])
+    found = reaching_tests.Reached(tree / "notes", tree / "root")
     by_subprocess = [f"tests/test_it.py::test_started[{word}]" for word in ("a b", "c")]
     directly = "tests/test_it.py::test_largest"
     for change, tests in {
@@ -196,7 +196,7 @@ def test_a_checker_notices_wrong_types_and_unknown_names(
 
 
 def test_wider_tests_are_those_of_the_folder_and_of_its_users() -> None:
-    nearby = reached.Nearby(CHECKOUT)
+    nearby = reaching_tests.Nearby(CHECKOUT)
     mutant = Mutant("megatron_zb/job/settings.py", "", "", "", "", 1, 0, 0, "")
     near, wider = nearby.tests_of(mutant), nearby.wider_tests_of(mutant)
     assert not set(near) & set(wider)
@@ -218,7 +218,7 @@ def test_survivors_alone_meet_the_wider_tests(monkeypatch: pytest.MonkeyPatch) -
         return [mutate.Verdict(each, mutate.KILLED, "another", 5, 9.0) for each in drawn]
 
     monkeypatch.setattr(mutate, "verdicts", wider)
-    found = mutate.with_wider_tests(iter(near), reached.Nearby(CHECKOUT), 60.0, 2)
+    found = mutate.with_wider_tests(iter(near), reaching_tests.Nearby(CHECKOUT), 60.0, 2)
     assert [(each.mutant, each.by) for each in found] == [(minus, "a test"), (larger, "another")]
     assert tried == [larger]
 
@@ -232,9 +232,9 @@ def test_the_command_prints_a_diff_a_verdict_and_the_share(
     )
     monkeypatch.setattr(mutants, "draw", lambda root, count, seed: [minus, larger][:count])
     monkeypatch.setattr(mutate, "equivalent", lambda: {larger.anchor: "both are the largest"})
-    reached.record(tree / "copy", tree / "notes", [])
-    known = reached.Reached(tree / "notes", tree / "root")
-    monkeypatch.setattr(reached.Reached, "of", lambda root: known)
+    reaching_tests.record(tree / "copy", tree / "notes", [])
+    known = reaching_tests.Reached(tree / "notes", tree / "root")
+    monkeypatch.setattr(reaching_tests.Reached, "of", lambda root: known)
     monkeypatch.setattr(sys, "argv", ["mutate.py", "--draw", "2", "--seed", "x"])
     assert mutate.main() == 0
     printed = capsys.readouterr().out

@@ -13,8 +13,8 @@ from typing import NoReturn
 import pytest
 import torch
 import torch.distributed as dist
+from live_processes import is_alive, wait_until
 from ranks import RankFailure, RankPool, RankPools, RankTimeout
-from waiting import is_alive, wait_until
 
 # How long a case that hangs on purpose may take.
 SOON = 2.0

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import Ended
+from live_processes import end_session
 
 Flags = Mapping[str, Any]
 Record = dict[str, Any]
@@ -83,19 +82,10 @@ def end_of(command: Sequence[str], timeout: float) -> Ended:
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        _kill_group(process)
+        end_session(process)
         stdout, stderr = process.communicate()
         pytest.fail(f"did not end in {timeout:g} s:\n{stdout}\n{stderr}")
     return Ended(process.returncode, stdout, stderr, time.monotonic() - start)
-
-
-def _kill_group(process: subprocess.Popen[str]) -> None:
-    # torchrun gives every rank a session of its own, and ends them all when it is asked to end.
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=40)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def torchrun(ranks: int, *program: str) -> list[str]:

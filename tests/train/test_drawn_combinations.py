@@ -5,8 +5,8 @@ What is drawn changes with the commit; ``TESTS_SEED`` draws that of another one.
 
 from __future__ import annotations
 
+import drawn_sizes
 import pytest
-import sizes
 from fuzzing.drawing import draw
 from fuzzing.own_trainer import OwnTrainer, own_space
 from fuzzing.seed import seed_of_commit
@@ -22,7 +22,7 @@ def trainer(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> OwnTrainer
     return OwnTrainer(SPACE, corpus, tmp_path_factory.mktemp("drawn"))
 
 
-@pytest.mark.parametrize("number", sizes.first(2, range(30)))
+@pytest.mark.parametrize("number", drawn_sizes.first(2, range(30)))
 def test_a_drawn_combination_trains_as_megatron_does(trainer: OwnTrainer, number: int) -> None:
     combination = draw(SPACE, f"{seed_of_commit()}/{number}")
     assert trainer.why_different(combination) == "", SPACE.unusual(combination)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from prepared_text import prepared
 from ranks import RankPools
-from texts import prepared
 from training_jobs import written
 
 from megatron_zb.train import data, loop

@@ -11,7 +11,7 @@ from unittest import mock
 import gpt_cases
 import torch.distributed as dist
 from gpt_cases import GPTCase, built, forward_backward, microbatches
-from joined import dropping, joined
+from joined_pairs import dropping, joined
 from recompute_offload import with_recompute_offload
 
 from megatron_zb import schedules

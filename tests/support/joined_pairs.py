@@ -1,4 +1,4 @@
-"""Schedules whose neighbours run as pairs, with R before them or not, and experts."""
+"""Schedules whose neighbours run as pairs, with R before them or not."""
 
 from __future__ import annotations
 
@@ -7,16 +7,6 @@ from itertools import pairwise
 
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.passes import Pass, PassKind
-
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.02,
-    "moe_ffn_hidden_size": 32,
-    "moe_token_dispatcher_type": "alltoall",
-    "add_bias_linear": False,
-}
 
 
 def joined(schedule: Schedule) -> Schedule:
