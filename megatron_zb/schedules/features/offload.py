@@ -94,11 +94,11 @@ class Offload(RecomputeOrOffload):
     ) -> Iterable[Schedule]:
         """Return orders to offload from, which hold more than the limit, and less.
 
-        Of slices, the search has such orders by itself.
+        Of slices, which are many, one is enough.
         """
         p, free = request.pipeline_size, replace(request, limit=Limit())
-        for held in (p, p / 2 + 1, p / 3 + 1) if request.rules.units_at_once == 1 else ():
-            yield PlacementSearch(name, placement, free, held).run()
+        for held in (p, p / 2 + 1, p / 3 + 1) if request.rules.units_at_once == 1 else (p,):
+            yield PlacementSearch(name, placement, free, request.peak(held)).run()
 
     def in_place(self, order: Schedule, request: Request, problem: Problem) -> Iterable[Schedule]:
         """Return the order with the offload that keeps the limit."""
