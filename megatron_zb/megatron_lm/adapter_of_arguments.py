@@ -259,7 +259,6 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
     Raises:
         UsageError: a size is missing or wrong.
     """
-    _check_sizes(args)
     pattern, ends = _pattern(args) or "", None
     if not _is_heterogeneous(args):
         ends = balance.ends_of(with_derived(args), pattern)
@@ -305,22 +304,6 @@ def _kept_by_slices(args: argparse.Namespace) -> float:
     if not (heads and groups and getattr(args, "group_query_attention", False)):
         return KEPT
     return KEPT * min(1.0, groups / heads)
-
-
-def _check_sizes(args: argparse.Namespace) -> None:
-    """Check the sizes used as divisors below, since Megatron-LM's own checks come later."""
-    for name in (
-        "pipeline_model_parallel_size",
-        "tensor_model_parallel_size",
-        "context_parallel_size",
-        "micro_batch_size",
-    ):
-        _check_positive(flag_of(name), getattr(args, name))
-
-
-def _check_positive(flag: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise UsageError(f"{flag} is {value}: it must be 1 or greater")
 
 
 def _num_microbatches(args: argparse.Namespace) -> int:
@@ -390,24 +373,24 @@ def _chunks(args: argparse.Namespace) -> Chunks:
     Raises:
         UsageError: layers cannot be divided so.
     """
-    p = args.pipeline_model_parallel_size
+    p, each = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
     if args.num_virtual_stages_per_pipeline_rank is not None:
         return Chunks(args.num_virtual_stages_per_pipeline_rank)
-    if args.num_layers_per_virtual_pipeline_stage is not None:
+    if each is not None:
         flag = "--num-layers-per-virtual-pipeline-stage"
-        _check_positive(flag, args.num_layers_per_virtual_pipeline_stage)
-        per_rank, rest = divmod(num_layers(args), p)
-        chunks, uneven = divmod(per_rank, args.num_layers_per_virtual_pipeline_stage)
+        if each < 1:
+            raise UsageError(f"{flag} is {each}: it must be 1 or greater")
+        per_rank, rest = divmod(num_layers(args), max(p, 1))
+        chunks, uneven = divmod(per_rank, each)
         if rest or uneven:
             raise UsageError(
-                f"{flag} {args.num_layers_per_virtual_pipeline_stage} does not divide the "
-                f"{num_layers(args)} layers of {p} pipeline ranks: give "
-                "--num-virtual-stages-per-pipeline-rank instead"
+                f"{flag} {each} does not divide the {num_layers(args)} layers of {p} pipeline "
+                "ranks: give --num-virtual-stages-per-pipeline-rank instead"
             )
         return Chunks(chunks, flag)
     count = (segments(args) or "").count("|") + 1
-    if count > 1 and count % p == 0:
-        return Chunks(count // p, _SEGMENTS)
+    if count > 1 and count % max(p, 1) == 0:
+        return Chunks(count // max(p, 1), _SEGMENTS)
     return Chunks()
 
 
