@@ -18,12 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads as _finalize
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.settings import (
-    HOST_LIMIT_FLAG,
-    MEMORY_LIMIT_FLAG,
-    OFFLOAD_FLAG,
-    ScheduleSettings,
-)
+from megatron_zb.job.settings import OFFLOAD_FLAG, ScheduleSettings
 from megatron_zb.measured.balance import costs_beside
 from megatron_zb.measured.usual_gpu import copy_share
 from megatron_zb.megatron_core import graphs, model_ends, refusals, versions
@@ -519,18 +514,18 @@ def _settings(
         context = getattr(args, "context_parallel_size", None) or profile.model.context
         scale = microbatch * profile.model.context / (profile.model.microbatch * context)
     whole = None if profile is None else scale * profile.one_f_one_b_bytes
-
-    def known(flag: str, given: Limit | None) -> Limit | None:
-        return None if given is None else Limit.given(given).with_share(flag, whole)
-
+    limits = {
+        name: Limit.given(given).with_share(flag_of(name), whole)
+        for name in ("pipeline_memory_limit", "pipeline_host_limit")
+        if (given := getattr(args, name)) is not None
+    }
     group_size = getattr(args, "microbatch_group_size_per_vp_stage", None)
     return ScheduleSettings.of(
         args,
         num_virtual_stages_per_pipeline_rank=chunks.number if family.takes_chunks else None,
         microbatch_group_size_per_vp_stage=group_size if family.takes_group_size else None,
-        pipeline_memory_limit=known(MEMORY_LIMIT_FLAG, args.pipeline_memory_limit),
-        pipeline_host_limit=known(HOST_LIMIT_FLAG, args.pipeline_host_limit),
         pipeline_vocabulary=args.pipeline_vocabulary if may_shard else "off",
+        **limits,
     )
 
 

@@ -59,6 +59,7 @@ DIVISION = (
 """How Megatron-LM divides layers over ranks where no layout is given; a layout takes their place.
 """
 
+_UNEQUAL_LAYERS = "heterogeneous_layers_config_path"
 _NEW_PATTERN = HYBRID_PATTERNS[0]
 _SEGMENTS = f"'|' in {flag_of(_NEW_PATTERN)}"
 
@@ -259,9 +260,9 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
     Raises:
         UsageError: a size is missing or wrong.
     """
-    pattern, ends = _pattern(args) or "", None
-    if not _is_heterogeneous(args):
-        ends = balance.ends_of(with_derived(args), pattern)
+    pattern, ends, derived = _pattern(args) or "", None, with_derived(args)
+    if getattr(args, _UNEQUAL_LAYERS, None) is None:
+        ends = balance.ends_of(derived, pattern)
     return JobSizes(
         pipeline_size=args.pipeline_model_parallel_size,
         num_microbatches=_num_microbatches(args),
@@ -270,7 +271,7 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
         ends=ends,
         overlaps_all_to_all=bool(getattr(args, OVERLAP, False)),
         copy=copy_of(args),
-        attention=attention_of(with_derived(args), pattern),
+        attention=attention_of(derived, pattern),
         sequence=args.seq_length,
         spread=args.tensor_model_parallel_size * args.context_parallel_size,
         hidden=getattr(args, "hidden_size", None),
@@ -433,14 +434,10 @@ def _check_alone(args: argparse.Namespace, asked: str) -> None:
             )
 
 
-def _is_heterogeneous(args: argparse.Namespace) -> bool:
-    return getattr(args, "heterogeneous_layers_config_path", None) is not None
-
-
 def _is_placed(args: argparse.Namespace) -> bool:
     """Return whether layers are placed by the schedule, not by Megatron's own rules."""
     if _pattern(args) is None:
-        return not _is_heterogeneous(args)
+        return getattr(args, _UNEQUAL_LAYERS, None) is None
     return _says_chunks(args)
 
 
