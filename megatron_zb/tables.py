@@ -57,17 +57,18 @@ class Listing(Generic[Row]):
     rows: Sequence[Row]
     numbered: tuple[str, int] | None = None
 
-    def table(self, *, bold: Iterable[Row] = (), gap: int = 1) -> Table:
+    def table(self, *, bold: Iterable[Row] = (), wide: bool = False) -> Table:
         """Return the rows as a table of rich.
 
         Args:
             bold: the rows to set off, by identity.
-            gap: spaces between columns.
+            wide: two spaces between columns, not one.
         """
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
+        padding = (0, 1) if wide else (0, 1, 0, 0)
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=padding)
         shown = [column for column in self.columns if column.title]
         if self.numbered is not None:
             table.add_column(self.numbered[0], justify="right")

@@ -171,7 +171,7 @@ def _print(report: checking.CheckReport, version: str) -> None:
     shown = [v for v in Verdict if v not in (Verdict.PROVEN, Verdict.HARMLESS)]
     rows = [each for verdict in shown[::-1] for each in report.of(verdict)]
     if rows:
-        console.print(Listing(_COLUMNS, rows).table(gap=2))
+        console.print(Listing(_COLUMNS, rows).table(wide=True))
     counted = ((verdict, len(report.of(verdict))) for verdict in Verdict)
     said = ", ".join(f"{count} {verdict.value}" for verdict, count in counted if count)
     verb = "runs" if report.runs else "does not run"

@@ -247,7 +247,7 @@ def _print(chosen: Sequence[Entry], budgets: Sequence[Budget], found: Choice) ->
         Column("KV bytes", lambda entry: entry.kv_cache_bytes, ","),
     )
     console = Console()
-    console.print(Listing(columns, chosen, numbered=("block", 0)).table(gap=2))
+    console.print(Listing(columns, chosen, numbered=("block", 0)).table(wide=True))
     for budget in budgets:
         console.print(f"{budget.name}: {budget.of(found.chosen):,.10g} of {budget.limit:,.10g}")
     score = sum(entry.score for entry in chosen)
