@@ -9,7 +9,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -161,6 +161,46 @@ def _path(text: str) -> Path:
 def flag_of(name: str) -> str:
     """Return the flag of an argument's name: ``--train-iters`` of ``train_iters``."""
     return "--" + name.replace("_", "-")
+
+
+Argument = Mapping[str, Any]
+"""The arguments of ``add_argument`` for a flag, and perhaps a bound of its number.
+
+``above`` is a bound that the number has to exceed, ``least`` the smallest number.
+"""
+_BOUNDS = ("above", "least")
+
+
+def add_flags(
+    group: argparse._ActionsContainer,
+    flags: Mapping[str, Argument],
+    **changed: Argument,
+) -> None:
+    """Add flags by the names of their values.
+
+    Args:
+        changed: other arguments of ``add_argument`` for some of them.
+    """
+    for name, argument in flags.items():
+        given = {k: v for k, v in argument.items() if k not in _BOUNDS}
+        group.add_argument(flag_of(name), **given | dict(changed.get(name, {})))
+
+
+def check_bounds(args: argparse.Namespace, flags: Mapping[str, Argument]) -> None:
+    """Check the numbers that have a bound, where they are given.
+
+    Raises:
+        UsageError: one is too small.
+    """
+    for name, argument in flags.items():
+        above, least = argument.get("above"), argument.get("least")
+        value = None if above is None and least is None else getattr(args, name)
+        if value is None:
+            continue
+        if above is not None and value <= above:
+            raise UsageError(f"{flag_of(name)} is {value}: it must be greater than {above}")
+        if least is not None and value < least:
+            raise UsageError(f"{flag_of(name)} is {value}: it must be {least} or greater")
 
 
 def seconds(text: str) -> float:

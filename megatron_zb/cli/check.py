@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from megatron_zb.megatron_core.versions import SERIES, training_loop_needs
 from megatron_zb.megatron_lm import own_process
 from megatron_zb.megatron_lm.checkout import checkout_at
 from megatron_zb.parsing import positive
+from megatron_zb.tables import Column, Listing
 
 if TYPE_CHECKING:
     from megatron_zb.megatron_lm import checking
@@ -146,22 +148,21 @@ def as_json(report: checking.CheckReport, version: str) -> dict[str, object]:
         "schedule": report.choice,
         "runs": report.runs,
         "validated_by": report.validated,
-        "arguments": [
-            {
-                "argument": each.flag,
-                "verdict": each.finding.verdict.value,
-                "why": each.finding.why,
-                "shown_by": each.finding.shown_by,
-            }
-            for each in report.checked
-        ],
+        "arguments": Listing(_COLUMNS, report.checked).as_json(),
     }
+
+
+_COLUMNS: Sequence[Column[checking.Checked]] = (
+    Column("argument", lambda it: it.flag, name="argument", is_text=True),
+    Column("verdict", lambda it: it.finding.verdict.value, name="verdict", is_text=True),
+    Column("why", lambda it: it.finding.why, name="why", is_text=True),
+    Column("", lambda it: it.finding.shown_by, name="shown_by"),
+)
 
 
 def _print(report: checking.CheckReport, version: str) -> None:
     """Print the arguments that need a look, a summary, and the version that was checked."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from megatron_zb.megatron_lm.argument_table import Verdict
@@ -170,10 +171,7 @@ def _print(report: checking.CheckReport, version: str) -> None:
     shown = [v for v in Verdict if v not in (Verdict.PROVEN, Verdict.HARMLESS)]
     rows = [each for verdict in shown[::-1] for each in report.of(verdict)]
     if rows:
-        table = Table("argument", "verdict", "why", box=None, pad_edge=False)
-        for each in rows:
-            table.add_row(*map(Text, (each.flag, each.finding.verdict.value, each.finding.why)))
-        console.print(table)
+        console.print(Listing(_COLUMNS, rows).table(wide=True))
     counted = ((verdict, len(report.of(verdict))) for verdict in Verdict)
     said = ", ".join(f"{count} {verdict.value}" for verdict, count in counted if count)
     verb = "runs" if report.runs else "does not run"

@@ -43,6 +43,7 @@ from megatron_zb.cli.doctor_packages import (
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_lm.checkout import Checkout, checkout_at
+from megatron_zb.tables import Column, Listing
 
 
 @dataclass(frozen=True)
@@ -399,20 +400,26 @@ def print_findings(findings: Sequence[Finding]) -> None:
     """Print a table of the findings, advice below it, a one-line summary, and one command."""
     try:
         from rich.console import Console
-        from rich.table import Table
         from rich.text import Text
     except Exception:  # it is a finding itself
         for finding in findings:
             print(f"{finding.part}: {finding.found} ({finding.state}): {finding.advice}")
     else:
-        table = Table(box=None, pad_edge=False)
-        for title in ("part", "found", "state", "what it is for"):
-            table.add_column(title, no_wrap=title in ("part", "state"))
-        for finding in findings:
-            state = Text(finding.state, style=_COLOURS[finding.state])
-            words = finding.advice if finding.state == "ok" else "see below"
-            table.add_row(Text(finding.part), Text(finding.found), state, Text(words))
-        Console().print(table)
+
+        def coloured(state: State) -> Text:
+            return Text(state, style=_COLOURS[state])
+
+        columns: Sequence[Column[Finding]] = (
+            Column("part", lambda it: it.part, is_text=True, no_wrap=True),
+            Column("found", lambda it: it.found, is_text=True),
+            Column("state", lambda it: it.state, coloured, is_text=True, no_wrap=True),
+            Column(
+                "what it is for",
+                lambda it: it.advice if it.state == "ok" else "see below",
+                is_text=True,
+            ),
+        )
+        Console().print(Listing(columns, findings).table(wide=True))
         for finding in findings:
             if finding.state != "ok":
                 print(f"\n{finding.part}: {finding.advice}", end="")

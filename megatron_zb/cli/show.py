@@ -6,12 +6,13 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_zb import files, schedules
 from megatron_zb.cli.ending import report_if_slow
 from megatron_zb.cli.extensions import extension_of, extensions
 from megatron_zb.errors import UsageError, raise_first
-from megatron_zb.parsing import flag_of, positive, seconds
+from megatron_zb.parsing import add_flags, flag_of, positive, seconds
 from megatron_zb.schedules import catalog, conflicts, interchange
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.features.offload import Offload
@@ -100,6 +101,10 @@ def add_export(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _time(default: float, what: str) -> dict[str, Any]:
+    return {"default": default, "metavar": "T", "help": f"{what} (default {default:g})"}
+
+
 def _add_schedule(command: argparse.ArgumentParser) -> None:
     """Add the arguments that select a schedule and its costs."""
     command.add_argument("name", metavar="NAME", nargs="?", help="the schedule, such as v-half")
@@ -113,85 +118,69 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a compute-only table of torch.distributed.pipelining, in place of NAME and its sizes",
     )
-    choices = command.add_argument_group("what the schedule may use")
-    choices.add_argument(
-        "--memory-limit",
-        type=float,
-        metavar="X",
-        help="activation memory of a rank, as a fraction of 1F1B's, such as 0.5",
-    )
-    choices.add_argument(
-        "--chunks", type=positive, metavar="V", help="model chunks per rank (interleaved, wave)"
-    )
-    choices.add_argument(
-        "--group-size",
-        type=positive,
-        metavar="G",
-        help="microbatches that pass a chunk together (interleaved; default P)",
-    )
-    choices.add_argument(
-        "--slices",
-        type=Slicing.parse,
-        metavar="N",
-        help="token slices: cut each microbatch along the sequence into N parts, or into parts of "
-        "unequal lengths, such as 2,1,1",
-    )
-    choices.add_argument(
-        "--attention",
-        type=seconds,
-        metavar="X",
-        help="with --slices: share of the attention between tokens in forward and input gradient, "
-        "which grows with the tokens before a slice (default 0)",
-    )
+    add_flags(command.add_argument_group("what the schedule may use"), _MAY_USE)
     costs = command.add_argument_group("time of one microbatch on one rank, in any unit")
-    for name, what in (
-        ("forward", "forward pass"),
-        ("backward", "input gradient"),
-        ("weight", "weight gradient"),
-    ):
-        costs.add_argument(
-            f"--{name}", type=seconds, default=1.0, metavar="T", help=f"{what} (default 1)"
-        )
-    costs.add_argument(
-        "--p2p", type=seconds, default=0.0, metavar="T", help="a transfer between ranks (default 0)"
-    )
-    costs.add_argument(
-        "--forward-comm",
-        type=seconds,
-        default=0.0,
-        metavar="T",
-        help="seconds of the expert all-to-all in a forward pass, beside its time, which a "
-        "backward in the same pass can hide (default 0)",
-    )
-    costs.add_argument(
-        "--backward-comm",
-        type=seconds,
-        default=0.0,
-        metavar="T",
-        help="the same of an input gradient (default 0)",
-    )
-    costs.add_argument(
-        "--recompute",
-        type=seconds,
-        metavar="X",
-        help="recomputation: forwards under a memory limit may keep only the input of their stage "
-        "and run again before their backward; X is the memory of that input, in microbatches on a "
-        "whole rank",
-    )
-    costs.add_argument(
-        "--offload",
-        type=seconds,
-        metavar="T",
-        help="offload: activations under a memory limit may be copied to the host and back between "
-        "forward and backward; T is the time to copy those of a microbatch on a whole rank one way",
-    )
-    costs.add_argument(
-        "--cut-output",
-        type=seconds,
-        metavar="X",
-        help="vocabulary parallelism: an output layer that takes X times as long as the passes of "
-        "one rank is sharded over all ranks",
-    )
+    add_flags(costs, {name: {"type": seconds, **argument} for name, argument in _COSTS.items()})
+
+
+_MAY_USE: dict[str, dict[str, Any]] = {
+    "memory_limit": {
+        "type": float,
+        "metavar": "X",
+        "help": "activation memory of a rank, as a fraction of 1F1B's, such as 0.5",
+    },
+    "chunks": {
+        "type": positive,
+        "metavar": "V",
+        "help": "model chunks per rank (interleaved, wave)",
+    },
+    "group_size": {
+        "type": positive,
+        "metavar": "G",
+        "help": "microbatches that pass a chunk together (interleaved; default P)",
+    },
+    "slices": {
+        "type": Slicing.parse,
+        "metavar": "N",
+        "help": "token slices: cut each microbatch along the sequence into N parts, or into parts "
+        "of unequal lengths, such as 2,1,1",
+    },
+    "attention": {
+        "type": seconds,
+        "metavar": "X",
+        "help": "with --slices: share of the attention between tokens in forward and input "
+        "gradient, which grows with the tokens before a slice (default 0)",
+    },
+}
+_COSTS: dict[str, dict[str, Any]] = {
+    "forward": _time(1.0, "forward pass"),
+    "backward": _time(1.0, "input gradient"),
+    "weight": _time(1.0, "weight gradient"),
+    "p2p": _time(0.0, "a transfer between ranks"),
+    "forward_comm": _time(
+        0.0,
+        "seconds of the expert all-to-all in a forward pass, beside its time, which a backward in "
+        "the same pass can hide",
+    ),
+    "backward_comm": _time(0.0, "the same of an input gradient"),
+    "recompute": {
+        "metavar": "X",
+        "help": "recomputation: forwards under a memory limit may keep only the input of their "
+        "stage and run again before their backward; X is the memory of that input, in microbatches "
+        "on a whole rank",
+    },
+    "offload": {
+        "metavar": "T",
+        "help": "offload: activations under a memory limit may be copied to the host and back "
+        "between forward and backward; T is the time to copy those of a microbatch on a whole rank "
+        "one way",
+    },
+    "cut_output": {
+        "metavar": "X",
+        "help": "vocabulary parallelism: an output layer that takes X times as long as the passes "
+        "of one rank is sharded over all ranks",
+    },
+}
 
 
 def show(arguments: argparse.Namespace) -> None:

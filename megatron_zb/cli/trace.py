@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zb import files
 from megatron_zb.cli.ending import report_if_slow
 from megatron_zb.errors import UsageError
+from megatron_zb.tables import Column, Listing
 
 if TYPE_CHECKING:
     from megatron_zb.measured.trace import ComparedStep, StepDifference
@@ -92,15 +93,8 @@ _WRITERS: dict[str, Callable[[ComparedStep, Path, Path], None]] = {
 
 def _print(found: ComparedStep) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     differences = found.differences()
-    worst = max(differences, key=lambda d: d.measured)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for title in ("rank", "ms measured", "predicted", "compute", "waiting", "host"):
-        table.add_column(title, justify="right")
-    for difference in differences:
-        table.add_row(*_cells(difference), style="bold" if difference is worst else None)
     console = Console()
     schedule = found.measured.schedule
     console.print(
@@ -108,7 +102,8 @@ def _print(found: ComparedStep) -> None:
         "from a rank's first pass to its last",
         highlight=False,
     )
-    console.print(table)
+    worst = max(differences, key=lambda d: d.measured)
+    console.print(Listing(_COLUMNS, differences).table(bold=[worst]))
     console.print(
         "compute, waiting and host: milliseconds more (+) or less (-) than predicted; together "
         "the difference. Waiting that is predicted is the bubble.",
@@ -117,15 +112,11 @@ def _print(found: ComparedStep) -> None:
     )
 
 
-def _cells(d: StepDifference) -> list[str]:
-    more = (
-        d.compute_measured - d.compute_predicted,
-        d.waiting_measured - d.waiting_predicted,
-        d.host,
-    )
-    return [
-        str(d.rank),
-        f"{1000 * d.measured:.2f}",
-        f"{1000 * d.predicted:.2f}",
-        *(f"{1000 * seconds:+.2f}" for seconds in more),
-    ]
+_COLUMNS: Sequence[Column[StepDifference]] = (
+    Column("rank", lambda d: d.rank),
+    Column("ms measured", lambda d: 1000 * d.measured, ".2f"),
+    Column("predicted", lambda d: 1000 * d.predicted, ".2f"),
+    Column("compute", lambda d: 1000 * (d.compute_measured - d.compute_predicted), "+.2f"),
+    Column("waiting", lambda d: 1000 * (d.waiting_measured - d.waiting_predicted), "+.2f"),
+    Column("host", lambda d: 1000 * d.host, "+.2f"),
+)

@@ -16,7 +16,6 @@ from typing import Any
 
 from pydantic import Field
 from rich.console import Console
-from rich.table import Table
 
 from megatron_zb.cli.ending import ended, report_if_slow
 from megatron_zb.distill import library_files, puzzletron
@@ -27,6 +26,7 @@ from megatron_zb.files import check_writable
 from megatron_zb.measured import config
 from megatron_zb.measured.config import Section
 from megatron_zb.parsing import Parser, flag_of
+from megatron_zb.tables import Column, Listing
 
 _SECONDS = 60.0
 """Of the solver, which then gives the best choice so far."""
@@ -240,14 +240,14 @@ def _limit(name: str, text: str, costs: Sequence[Sequence[float]]) -> float:
 
 
 def _print(chosen: Sequence[Entry], budgets: Sequence[Budget], found: Choice) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for title in ("block", "candidate", "score", "parameters", "KV bytes"):
-        table.add_column(title, justify="left" if title == "candidate" else "right")
-    for block, entry in enumerate(chosen):
-        sizes = f"{entry.parameters:,}", f"{entry.kv_cache_bytes:,}"
-        table.add_row(str(block), entry.name, f"{entry.score:.3e}", *sizes)
+    columns: Sequence[Column[Entry]] = (
+        Column("candidate", lambda entry: entry.name, is_text=True),
+        Column("score", lambda entry: entry.score, ".3e"),
+        Column("parameters", lambda entry: entry.parameters, ","),
+        Column("KV bytes", lambda entry: entry.kv_cache_bytes, ","),
+    )
     console = Console()
-    console.print(table)
+    console.print(Listing(columns, chosen, numbered=("block", 0)).table(wide=True))
     for budget in budgets:
         console.print(f"{budget.name}: {budget.of(found.chosen):,.10g} of {budget.limit:,.10g}")
     score = sum(entry.score for entry in chosen)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_zb.errors import UsageError
 from megatron_zb.files import check_writable
 from megatron_zb.job import settings
-from megatron_zb.parsing import Parser, flag_of, size_in_bytes
+from megatron_zb.parsing import Argument, Parser, add_flags, check_bounds, flag_of, size_in_bytes
 from megatron_zb.train import arguments, flags
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_distillation(command_line)
-    _add_library(command_line)
+    add_flags(command_line.add_argument_group("distillation"), _DISTILLATION)
+    add_flags(command_line.add_argument_group("library of blocks"), _LIBRARY)
     _add_ranks(command_line)
     _add_training(command_line)
     _add_data(command_line)
@@ -59,64 +59,98 @@ def parser() -> Parser:
     return command_line
 
 
-def _add_distillation(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("distillation")
-    group.add_argument(
-        "--teacher-load",
-        required=True,
-        metavar="DIR",
-        help="the teacher: a torch_dist checkpoint of a GPT, as --save of pretrain_gpt writes it, "
-        "or Megatron-Bridge when it imports a model of Hugging Face's format",
-    )
-    group.add_argument(
-        "--teacher-fp8",
-        choices=tuple(_FP8_MULTIPLES),
-        metavar="RECIPE",
-        help="run the teacher's linear layers in fp8 by Transformer-Engine, whose scales are of a "
-        "tensor (tensorwise), a block (blockwise) or 32 numbers (mxfp8); students stay as they are",
-    )
-    group.add_argument(
-        "--student-config",
-        required=True,
-        metavar="FILE",
-        help="the shapes of the student's blocks, see configs/students",
-    )
-    group.add_argument(
-        "--loss",
-        choices=LOSSES,
-        default="normalised-mse",
-        help="between the outputs of a student block and its teacher's; default: %(default)s",
-    )
-    group.add_argument(
-        "--candidate",
-        default=FIRST,
-        metavar="NAME",
-        help="which candidate of each block is stitched into the student: one by its name, the "
+_DISTILLATION: dict[str, Argument] = {
+    "teacher_load": {
+        "required": True,
+        "metavar": "DIR",
+        "help": "the teacher: a torch_dist checkpoint of a GPT, as --save of pretrain_gpt writes "
+        "it, or Megatron-Bridge when it imports a model of Hugging Face's format",
+    },
+    "teacher_fp8": {
+        "choices": tuple(_FP8_MULTIPLES),
+        "metavar": "RECIPE",
+        "help": "run the teacher's linear layers in fp8 by Transformer-Engine, whose scales are of "
+        "a tensor (tensorwise), a block (blockwise) or 32 numbers (mxfp8); students stay as they "
+        "are",
+    },
+    "student_config": {
+        "required": True,
+        "metavar": "FILE",
+        "help": "the shapes of the student's blocks, see configs/students",
+    },
+    "loss": {
+        "choices": LOSSES,
+        "default": "normalised-mse",
+        "help": "between the outputs of a student block and its teacher's; default: %(default)s",
+    },
+    "candidate": {
+        "default": FIRST,
+        "metavar": "NAME",
+        "help": "which candidate of each block is stitched into the student: one by its name, the "
         "first, or the best, which has the lowest loss at the end; default: %(default)s",
-    )
-
-
-def _add_library(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("library of blocks")
-    group.add_argument(
-        "--save-library",
-        metavar="DIR",
-        help="write every candidate there when it is finished, with its error on held-out text, "
+    },
+}
+_LIBRARY: dict[str, Argument] = {
+    "save_library": {
+        "metavar": "DIR",
+        "help": "write every candidate there when it is finished, with its error on held-out text, "
         "for megatron_zb.distill.choice; a run continues with what is not there yet. Then "
         "--distribution counts candidates, block by block. DIR/times.json has their times, and is "
         "measured if it is missing",
-    )
-    group.add_argument(
-        "--candidates-at-once",
-        type=int,
-        metavar="N",
-        help="train at most N candidates of a block at a time; default: all",
-    )
-    group.add_argument(
-        "--memory-limit",
-        metavar="SIZE",
-        help="of a rank, for blocks and optimizers, such as 60GiB; default: none",
-    )
+    },
+    "candidates_at_once": {
+        "type": int,
+        "metavar": "N",
+        "least": 1,
+        "help": "train at most N candidates of a block at a time; default: all",
+    },
+    "memory_limit": {
+        "metavar": "SIZE",
+        "help": "of a rank, for blocks and optimizers, such as 60GiB; default: none",
+    },
+}
+_RANKS: dict[str, Argument] = {
+    "redistribute": {
+        "action": "store_true",
+        "help": "at every checkpoint, distribute the blocks anew by the times that ranks took, if "
+        "a step should take 5 %% less, and continue from the checkpoint; needs --save-interval",
+    },
+    "tensor_model_parallel_size": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "above": 0,
+        "help": "ranks that split each block, of teacher and student; default: %(default)s",
+    },
+    "sequence_parallel": {
+        "action": "store_true",
+        "help": "split the sequence, too, between the parts of a block that are split",
+    },
+    "expert_model_parallel_size": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "above": 0,
+        "help": "ranks that split the experts of each block; default: %(default)s",
+    },
+    "run_ahead": {
+        "type": int,
+        "default": 2,
+        "metavar": "N",
+        "least": 1,
+        "help": "steps that the first rank may be ahead of the slowest; default: %(default)s",
+    },
+    "relay_memory_limit": {
+        "metavar": "SIZE",
+        "help": "of the activations that a rank has sent and the next one has not taken yet, such "
+        "as 8GiB: a rank that is further ahead waits; default: none but --run-ahead",
+    },
+}
+# The trainer's flags, which have their bounds here.
+_BOUNDED: dict[str, Argument] = {
+    name: {"above": 0}
+    for name in ("train_iters", "micro_batch_size", "global_batch_size", "log_interval")
+}
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -129,44 +163,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         "to 7 on two; by default blocks are timed, and what should be fastest is chosen; ranks "
         "that share a block count as one",
     )
-    group.add_argument(
-        "--redistribute",
-        action="store_true",
-        help="at every checkpoint, distribute the blocks anew by the times that ranks took, if a "
-        "step should take 5 %% less, and continue from the checkpoint; needs --save-interval",
-    )
-    group.add_argument(
-        "--tensor-model-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="ranks that split each block, of teacher and student; default: %(default)s",
-    )
-    group.add_argument(
-        "--sequence-parallel",
-        action="store_true",
-        help="split the sequence, too, between the parts of a block that are split",
-    )
-    group.add_argument(
-        "--expert-model-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="ranks that split the experts of each block; default: %(default)s",
-    )
-    group.add_argument(
-        "--run-ahead",
-        type=int,
-        default=2,
-        metavar="N",
-        help="steps that the first rank may be ahead of the slowest; default: %(default)s",
-    )
-    group.add_argument(
-        "--relay-memory-limit",
-        metavar="SIZE",
-        help="of the activations that a rank has sent and the next one has not taken yet, such as "
-        "8GiB: a rank that is further ahead waits; default: none but --run-ahead",
-    )
+    add_flags(group, _RANKS)
     settings.add_arguments(group, settings.DISTILLATION, "pipeline_timeout")
 
 
@@ -218,16 +215,6 @@ def _add_log(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_POSITIVE = (
-    "train_iters",
-    "micro_batch_size",
-    "global_batch_size",
-    "log_interval",
-    "tensor_model_parallel_size",
-    "expert_model_parallel_size",
-)
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the command line; the model's arguments are not known yet.
 
@@ -245,9 +232,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         UsageError: something is missing or contradictory.
     """
-    for name in _POSITIVE:
-        if getattr(args, name) <= 0:
-            raise UsageError(f"{flag_of(name)} is {getattr(args, name)}: it must be greater than 0")
+    check_bounds(args, {**_BOUNDED, **_LIBRARY, **_RANKS})
     _check_library(args)
     if args.redistribute and (args.distribution or not (args.save and args.save_interval)):
         raise UsageError(
@@ -266,8 +251,6 @@ def check(args: argparse.Namespace) -> None:
                 "--picture needs matplotlib: install it with pip install 'megatron-zb[plots]'"
             )
         check_writable(Path(args.picture))
-    if args.run_ahead < 1:
-        raise UsageError(f"--run-ahead is {args.run_ahead}: it must be 1 or greater")
     if not Path(args.teacher_load).is_dir():
         raise UsageError(
             f"--teacher-load {args.teacher_load}: there is no such directory; give the one that "
@@ -312,8 +295,6 @@ def _check_library(args: argparse.Namespace) -> None:
         raise UsageError(
             "--save-library scores candidates on held-out text: give --eval-iters, such as 8"
         )
-    if args.candidates_at_once is not None and args.candidates_at_once < 1:
-        raise UsageError(f"--candidates-at-once is {args.candidates_at_once}: it must be 1 or more")
     if args.memory_limit is not None:
         size_in_bytes(args.memory_limit, "--memory-limit")
 

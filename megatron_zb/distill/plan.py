@@ -7,18 +7,23 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from megatron_zb.distill.planning import DistillPlanJob, DistillPlanRow, flags_of, rows
+from megatron_zb.distill.planning import (
+    DistillPlanJob,
+    DistillPlanRow,
+    DistillPlanStage,
+    flags_of,
+    rows,
+)
 from megatron_zb.distill.student_files import read_student
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.parsing import GIB, flag_of, gib
 from megatron_zb.plan import request
+from megatron_zb.tables import Column, Listing
 
 # Of other plans, with what they have when they are not given.
 _OF_OTHERS = {
@@ -48,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
     job = _read(arguments)
     found = rows(job)
     if arguments.format == "json":
-        print(json.dumps(_as_json(job, found), indent=2))
+        print(json.dumps({"ranked": _listing(job, found).as_json()}, indent=2))
     else:
         _print(job, found, Console())
 
@@ -105,27 +110,38 @@ def _microbatch(text: str | None) -> int:
     return int(text)
 
 
-def _slowest(found: Sequence[DistillPlanRow]) -> float:
-    """Return the published practice's seconds per step; nan where the batch does not allow it."""
-    return next((row.seconds for row in found if row.distribution is None), float("nan"))
+def _listing(job: DistillPlanJob, found: Sequence[DistillPlanRow]) -> Listing[DistillPlanRow]:
+    """Return the rows for both formats."""
+    # the published practice, where the batch allows it
+    slowest = next((row.seconds for row in found if row.distribution is None), None)
+    by_hours = job.tokens is not None
 
+    def hours(row: DistillPlanRow) -> float | None:
+        return job.hours(row.seconds)
 
-def _as_json(job: DistillPlanJob, found: Sequence[DistillPlanRow]) -> dict[str, Any]:
-    return {
-        "ranked": [
-            {
-                "way": row.name,
-                "distribution": None if row.distribution is None else row.distribution.spec,
-                "seconds_per_step": row.seconds,
-                "samples_per_second": job.global_batch / row.seconds,
-                "gib": row.memory / GIB,
-                "hours": job.hours(row.seconds),
-                "stages": [asdict(stage) | {"seconds": stage.seconds} for stage in row.stages],
-                "flags": list(flags_of(job, row)),
-            }
-            for row in found
-        ]
-    }
+    columns: Sequence[Column[DistillPlanRow]] = (
+        Column("way", lambda row: row.name, name="way", is_text=True, no_wrap=True),
+        Column("", lambda row: row.distribution and row.distribution.spec, name="distribution"),
+        Column("s a step", lambda row: row.seconds, ".4g", name="seconds_per_step"),
+        Column(
+            "" if by_hours else "samples/s",
+            lambda row: job.global_batch / row.seconds,
+            ".4g",
+            name="samples_per_second",
+        ),
+        Column("hours" if by_hours else "", hours, ".4g"),
+        Column("speed-up", lambda row: slowest and slowest / row.seconds, ".2f"),
+        Column("GiB", lambda row: row.memory / GIB, ".1f", name="gib"),
+        Column("ranges", lambda row: row.distribution and len(row.distribution.ranges)),
+        Column("", hours, name="hours"),
+        Column(
+            "",
+            lambda row: [asdict(stage) | {"seconds": stage.seconds} for stage in row.stages],
+            name="stages",
+        ),
+        Column("", lambda row: list(flags_of(job, row)), name="flags"),
+    )
+    return Listing(columns, found, numbered=("#", 1))
 
 
 def _print(job: DistillPlanJob, found: Sequence[DistillPlanRow], console: Console) -> None:
@@ -137,25 +153,7 @@ def _print(job: DistillPlanJob, found: Sequence[DistillPlanRow], console: Consol
             style="bold",
         )
     )
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("#", justify="right")
-    table.add_column("way", no_wrap=True)
-    rate = "samples/s" if job.tokens is None else "hours"
-    for title in ("s a step", rate, "speed-up", "GiB", "ranges"):
-        table.add_column(title, justify="right")
-    practice = _slowest(found)
-    for number, row in enumerate(found, 1):
-        gain = practice / row.seconds
-        table.add_row(
-            str(number),
-            row.name,
-            f"{row.seconds:.4g}",
-            f"{job.hours(row.seconds) or job.global_batch / row.seconds:.4g}",
-            f"{gain:.2f}" if gain == gain else "",
-            f"{row.memory / GIB:.1f}",
-            "" if row.distribution is None else str(len(row.distribution.ranges)),
-        )
-    console.print(table)
+    console.print(_listing(job, found).table())
     console.print(
         "counted, not measured; speed-up: over data-parallel, block by block; ranges of blocks",
         style="dim",
@@ -175,21 +173,18 @@ def _print(job: DistillPlanJob, found: Sequence[DistillPlanRow], console: Consol
 def _print_stages(row: DistillPlanRow, console: Console) -> None:
     """Print the slowest stages of a row, on which the others wait."""
     console.print(Text("\nstages of the first, the slowest on top:", style="bold"))
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for title in ("from", "to"):
-        table.add_column(title)
-    for title in ("GPUs", "s a step", "teacher", "students", "update", "busy"):
-        table.add_column(title, justify="right")
-    for stage in sorted(row.stages, key=lambda stage: -stage.seconds)[:_MOST_STAGES]:
-        parts = (stage.seconds, stage.teacher, stage.students, stage.update)
-        table.add_row(
-            stage.first,
-            stage.last,
-            str(stage.gpus),
-            *(f"{part:.4g}" for part in parts),
-            f"{stage.seconds / row.seconds:.0%}",
-        )
-    console.print(table)
+    columns: Sequence[Column[DistillPlanStage]] = (
+        Column("from", lambda stage: stage.first, is_text=True),
+        Column("to", lambda stage: stage.last, is_text=True),
+        Column("GPUs", lambda stage: stage.gpus),
+        Column("s a step", lambda stage: stage.seconds, ".4g"),
+        Column("teacher", lambda stage: stage.teacher, ".4g"),
+        Column("students", lambda stage: stage.students, ".4g"),
+        Column("update", lambda stage: stage.update, ".4g"),
+        Column("busy", lambda stage: stage.seconds / row.seconds, ".0%"),
+    )
+    slowest = sorted(row.stages, key=lambda stage: -stage.seconds)[:_MOST_STAGES]
+    console.print(Listing(columns, slowest).table())
     left = len(row.stages) - _MOST_STAGES
     gpus = sum(stage.gpus for stage in row.stages)
     busy = sum(stage.gpus * stage.seconds for stage in row.stages) / gpus / row.seconds

@@ -26,8 +26,6 @@ LAYOUT_FLAG = "--pipeline-layer-layout"
 AUTO_LAYOUT = "auto"
 STREAMS_FLAG = "--pipeline-random-streams"
 OFFLOAD_FLAG = "--pipeline-offload"
-MEMORY_LIMIT_FLAG = "--pipeline-memory-limit"
-HOST_LIMIT_FLAG = "--pipeline-host-limit"
 VERIFY_FLAG = "--pipeline-verify"
 
 MEGATRON_LM, TRAINER, DISTILLATION = "megatron_lm", "trainer", "distillation"
@@ -304,7 +302,7 @@ def parsed(name: str, value: Any, choices: tuple[str | None, ...] | None = None)
     if "choices" in argument and value not in allowed:
         words = " or ".join(each for each in allowed if each is not None)
         raise UsageError(f"{name} is '{value}': give {words}")
-    return permission(value) if argument.get("type") == permission else value
+    return "auto" if argument.get("type") == permission and value == "on" else value
 
 
 _RECOMPUTE_AND_OFFLOAD = ("pipeline_recompute", "pipeline_offload", "pipeline_host_limit")

@@ -50,12 +50,14 @@ def flops_of_kind(args: Any, kind: str) -> float | None:
 
 def has_attention_sizes(args: Any) -> bool:
     """Return whether attention can be counted; where it is latent, its widths have to be given."""
-    return not _is_latent(args) or all(getattr(args, name, None) for name in LATENT_SIZES)
+    is_latent = getattr(args, "multi_latent_attention", False)
+    return not is_latent or all(getattr(args, name, None) for name in LATENT_SIZES)
 
 
 def _layer_products(args: Any) -> tuple[int, int]:
     """Count a layer's products per token in F with weights, and half of those with one score."""
-    attention, scores = _latent_attention(args) if _is_latent(args) else _attention(args)
+    is_latent = getattr(args, "multi_latent_attention", False)
+    attention, scores = (_latent_attention if is_latent else _attention)(args)
     has_experts = _given(args, "num_experts") or _given(args, "num_moe_experts")
     mlp, _ = (_experts if has_experts else _mlp)(args)
     return attention + mlp, scores
@@ -66,23 +68,16 @@ def _given(args: Any, name: str, usual: Any = None) -> Any:
     return usual if found is None else found
 
 
-def _matrices(args: Any) -> int:
-    return 3 if _given(args, "swiglu") or _given(args, "gated_linear_unit") else 2
-
-
-def _width_of_mlp(args: Any) -> int:
-    return int(_given(args, "ffn_hidden_size") or 4 * args.hidden_size)
-
-
-def _mlp(args: Any) -> tuple[int, int]:
-    return _matrices(args) * args.hidden_size * _width_of_mlp(args), 0
+def _mlp(args: Any, width: int | None = None, times: int = 1, beside: int = 0) -> tuple[int, int]:
+    """Count an MLP: several of a width, and one beside them."""
+    matrices = 3 if _given(args, "swiglu") or _given(args, "gated_linear_unit") else 2
+    inner = width or int(_given(args, "ffn_hidden_size") or 4 * args.hidden_size)
+    return matrices * args.hidden_size * (inner * times + beside), 0
 
 
 def _experts(args: Any) -> tuple[int, int]:
-    inner = _given(args, "moe_ffn_hidden_size") or _width_of_mlp(args)
-    inner *= _given(args, "moe_router_topk") or 2
-    inner += _given(args, "moe_shared_expert_intermediate_size") or 0
-    return _matrices(args) * args.hidden_size * inner, 0
+    width, chosen = _given(args, "moe_ffn_hidden_size"), _given(args, "moe_router_topk") or 2
+    return _mlp(args, width, chosen, _given(args, "moe_shared_expert_intermediate_size") or 0)
 
 
 def _attention(args: Any) -> tuple[int, int]:
@@ -92,10 +87,6 @@ def _attention(args: Any) -> tuple[int, int]:
     given = getattr(args, "num_query_groups", None)
     groups = given if getattr(args, "group_query_attention", True) and given else heads
     return 2 * hidden * head * (heads + groups), heads * head
-
-
-def _is_latent(args: Any) -> bool:
-    return bool(getattr(args, "multi_latent_attention", False))
 
 
 def _latent_attention(args: Any) -> tuple[int, int]:

@@ -155,7 +155,9 @@ def group_options(
     Raises:
         UsageError: the file cannot be read, or has no settings by the names of groups.
     """
-    nccl: dict[str, Any] = {**GroupOptions().nccl, **_settings(config_path)}
+    nccl: dict[str, Any] = dict(GroupOptions().nccl)
+    if config_path is not None:
+        nccl |= _settings(config_path)
     if _PIPELINE in high_priority_groups:
         nccl["is_high_priority_stream"] = True
     if nccl.get("min_ctas", 0) > nccl["max_ctas"]:
@@ -163,9 +165,7 @@ def group_options(
     return GroupOptions(nccl=nccl)
 
 
-def _settings(config_path: str | None) -> dict[str, Any]:
-    if config_path is None:
-        return {}
+def _settings(config_path: str) -> dict[str, Any]:
     flag = f"--nccl-communicator-config-path {config_path}"
     try:
         found = yaml.safe_load(files.read_text(Path(config_path)))

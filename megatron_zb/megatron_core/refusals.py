@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -17,10 +17,9 @@ from typing import Any
 
 import yaml
 
-from megatron_zb.errors import Refusal, UsageError, raise_first
+from megatron_zb.errors import Refusal, UsageError
 from megatron_zb.job.settings import STREAMS_FLAG, choice_of, placement_of
 from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.versions import Graphs
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.passes import PassKind
@@ -28,7 +27,7 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
 
 START, STEP = "start", "step"
-OVERLAP = "overlap_moe_expert_parallel_comm"
+OVERLAP, POST_VALIDATION = "overlap_moe_expert_parallel_comm", "enable_optimizer_post_validation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,126 +59,70 @@ class Asked:
 
     def value(self, name: str) -> Any:
         """Return the value of an argument, a setting or a fact; None where there is none."""
-        if name in _FACTS:
-            return _FACTS[name](self)
+        if name == "graphs":
+            return versions.graphs_of(self.args).value
+        if name == "graphs_leave_experts_out":
+            return versions.graphs_leave_experts_out(self.args)
+        if name == "precision":
+            return "16 bits" if self.value("bf16") or self.value("fp16") else "float32"
+        if name == "draws_by_layer":
+            return self.draws_by_layer
         return self.facts.get(name, getattr(self.args, name, None))
 
     def known(self, placements: Collection[Placement], *, draws_by_layer: bool) -> Asked:
         """Return the same run with what is known once its schedule is built."""
         return replace(self, placements=placements, draws_by_layer=draws_by_layer)
 
-    def for_all(self, holds: Callable[[Placement], bool]) -> str | None:
-        """Return :attr:`choice` if a condition holds for every possible placement."""
-        return self.choice if self.placements and all(map(holds, self.placements)) else None
 
-
-_FACTS: dict[str, Callable[[Asked], Any]] = {
-    "graphs": lambda asked: versions.graphs_of(asked.args).value,
-    "graphs_leave_experts_out": lambda asked: versions.graphs_leave_experts_out(asked.args),
-    "precision": lambda asked: (
-        "float32" if not (asked.value("bf16") or asked.value("fp16")) else "16 bits"
-    ),
-    "draws_by_layer": lambda asked: asked.draws_by_layer,
-}
-
-
-def _is_mirrored(placement: Placement) -> bool:
-    """Return whether both ends of the model are on one rank."""
-    return placement.rank_of[-1] != placement.pipeline_size - 1
-
-
-def _graphs(asked: Asked) -> str | None:
-    kind = versions.graphs_of(asked.args)
-    return None if kind is Graphs.NONE else f"CUDA graphs ({kind.value})"
-
-
-def _layer_streams(asked: Asked) -> str | None:
-    if not asked.draws_by_layer:
-        return None
-    chosen = f"{STREAMS_FLAG} layer"
-    is_given = asked.value("pipeline_random_streams") == "layer"
-    return chosen if is_given else f"{chosen}, which {asked.choice} brings,"
-
-
-def _flag(name: str, value: str = "") -> Callable[[Asked], str | None]:
-    """Return the condition that an argument is given, or has a value."""
-
-    def condition(asked: Asked) -> str | None:
-        given = asked.value(name)
-        holds = given == value if value else bool(given)
-        return f"{flag_of(name)} {value}".strip() if holds else None
-
-    return condition
-
-
-def _state(
-    name: str, has: Callable[[Schedule], bool], passes: str
-) -> Callable[[Asked], str | None]:
-    """Return the condition that passes have a state, by a flag or in the schedule of a file.
-
-    Args:
-        has: whether the schedule of a file has the state.
-        passes: the passes by which it has it.
-    """
-
-    def condition(asked: Asked) -> str | None:
-        if getattr(asked.args, name, None) == "auto":
-            return f"{flag_of(name)} auto"
-        if asked.table is None or not has(asked.table):
-            return None
-        return f"--pipeline-schedule-file {asked.args.pipeline_schedule_file}, which has {passes}"
-
-    return condition
-
-
-CONDITIONS: dict[str, Callable[[Asked], str | None]] = {
-    "any": lambda asked: asked.choice,
-    "one_chunk": lambda asked: asked.for_all(lambda placement: placement.chunks == 1),
-    "chunks": lambda asked: asked.for_all(lambda placement: placement.chunks > 1),
-    "inner_stages": lambda asked: asked.for_all(lambda placement: placement.num_stages > 2),
-    "v": lambda asked: asked.for_all(_is_mirrored),
-    "split": lambda asked: asked.choice if asked.splits else None,
-    "fixed_order": lambda asked: asked.choice if asked.has_fixed_order else None,
-    "graphs": _graphs,
-    "recompute": _state("pipeline_recompute", lambda table: bool(table.recomputed), "R"),
-    "offload": _state("pipeline_offload", lambda table: bool(table.offloaded), "D and H"),
-    "overlap": _flag(OVERLAP),
-    "vocabulary": _flag("pipeline_vocabulary", "on"),
-    "warm_up": _flag("pipeline_warm_up", "on"),
-    "layer_streams": _layer_streams,
-    "post_validation": _flag("enable_optimizer_post_validation"),
-    "file": lambda asked: (
-        "--pipeline-schedule-file" if asked.value("pipeline_schedule_file") else None
-    ),
-    "named": lambda asked: asked.choice if asked.value("pipeline_schedule") else None,
-}
-"""Return, by the name of a condition, what refusals call it while it holds, and None otherwise.
-
-Any other name is that of a flag: ``verify`` is the condition that ``--pipeline-verify`` is given.
-"""
+_FACTS = ("graphs", "graphs_leave_experts_out", "precision", "draws_by_layer")
 STEP_CONDITIONS = ("any", "v")
 """Those that are looked at before a step; post-validation and the warm-up look at their own."""
 
 
-def _condition(name: str) -> Callable[[Asked], str | None]:
-    return CONDITIONS.get(name) or _flag(f"pipeline_{name}")
+def conditions(asked: Asked) -> dict[str, str]:
+    """Return the conditions of ``with`` that hold, each with what refusals call it.
 
+    A condition without an entry is that of a flag: ``verify`` holds if ``--pipeline-verify`` is
+    given.
+    """
+    value, choice, table, placements = asked.value, asked.choice, asked.table, asked.placements
+    # both ends of the model are on one rank
+    mirrored = [each.rank_of[-1] != each.pipeline_size - 1 for each in placements]
+    chosen = f"{STREAMS_FLAG} layer"
+    if value("pipeline_random_streams") != "layer":
+        chosen = f"{chosen}, which {choice} brings,"
+    found: dict[str, tuple[Any, str]] = {
+        "any": (True, choice),
+        "one_chunk": (placements and all(each.chunks == 1 for each in placements), choice),
+        "chunks": (placements and all(each.chunks > 1 for each in placements), choice),
+        "inner_stages": (placements and all(each.num_stages > 2 for each in placements), choice),
+        "v": (mirrored and all(mirrored), choice),
+        "split": (asked.splits, choice),
+        "fixed_order": (asked.has_fixed_order, choice),
+        "graphs": (value("graphs") != "none", f"CUDA graphs ({value('graphs')})"),
+        "overlap": (value(OVERLAP), flag_of(OVERLAP)),
+        "vocabulary": (value("pipeline_vocabulary") == "on", "--pipeline-vocabulary on"),
+        "warm_up": (value("pipeline_warm_up") == "on", "--pipeline-warm-up on"),
+        "layer_streams": (asked.draws_by_layer, chosen),
+        "post_validation": (value(POST_VALIDATION), flag_of(POST_VALIDATION)),
+        "file": (value("pipeline_schedule_file"), "--pipeline-schedule-file"),
+        "named": (value("pipeline_schedule"), choice),
+    }
+    file = f"--pipeline-schedule-file {value('pipeline_schedule_file')}, which has"
+    for name, has, passes in (
+        ("recompute", table is not None and table.recomputed, "R"),
+        ("offload", table is not None and table.offloaded, "D and H"),
+    ):
+        is_asked = value(f"pipeline_{name}") == "auto"
+        found[name] = (
+            is_asked or has,
+            f"--pipeline-{name} auto" if is_asked else f"{file} {passes}",
+        )
+    for name in {name for row in rows() for name in row.with_} - found.keys():
+        flag = f"pipeline_{name}"
+        found[name] = (value(flag), flag_of(flag))
+    return {name: said for name, (holds, said) in found.items() if holds}
 
-def _is_above(value: Any, limit: int | list[str], asked: Asked) -> bool:
-    if isinstance(limit, list):
-        limit = next(size for name in limit if (size := asked.value(name)))
-    return bool(value > limit)
-
-
-TESTS: dict[str, Callable[[Any, Any, Asked], bool]] = {
-    "given": lambda value, wanted, asked: bool(value) is wanted,
-    "is": lambda value, wanted, asked: bool(value == wanted),
-    "not": lambda value, wanted, asked: value not in wanted,
-    "contains": lambda value, wanted, asked: wanted in value,
-    "above": _is_above,
-    "below": lambda value, wanted, asked: bool(value < wanted),
-    "finite": lambda value, wanted, asked: math.isfinite(value) is wanted,
-}
 
 Tests = dict[str, dict[str, Any]]
 
@@ -213,29 +156,52 @@ def passing(tests: Tests, asked: Asked) -> Iterator[str]:
     """Yield the names whose value passes its tests; None never does."""
     for name, wanted in tests.items():
         value = asked.value(name)
-        if value is not None and all(TESTS[t](value, want, asked) for t, want in wanted.items()):
+        if value is not None and all(_passes(test, value, w, asked) for test, w in wanted.items()):
             yield name
+
+
+def _passes(test: str, value: Any, wanted: Any, asked: Asked) -> bool:
+    """Return whether a value passes a test; ``above`` may name arguments that have its limit."""
+    match test:
+        case "given":
+            passes = bool(value) is wanted
+        case "is":
+            passes = value == wanted
+        case "not":
+            passes = value not in wanted
+        case "contains":
+            passes = wanted in value
+        case "above":
+            named = isinstance(wanted, list)
+            passes = value > (next(filter(None, map(asked.value, wanted))) if named else wanted)
+        case "below":
+            passes = value < wanted
+        case "finite":
+            passes = math.isfinite(value) is wanted
+        case _:
+            raise ValueError(f"refusals.yaml has no test {test}")
+    return bool(passes)
 
 
 @cache
 def rows() -> tuple[RefusalRow, ...]:
     """Return the rows of ``refusals.yaml``."""
-    text = Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8")
-    return tuple(map(_row, yaml.safe_load(text)))
-
-
-def _row(given: dict[str, Any]) -> RefusalRow:
-    fields: dict[str, Any] = {**given, "with_": tuple(given["with"].split())}
-    del fields["with"]
-    for name in ("when", "if_any", "unless"):
-        if isinstance(given.get(name), str):
-            fields[name] = {each: {"given": True} for each in given[name].split()}
-    for name in ("since", "until"):
-        if name in given:
-            fields[name] = getattr(versions, given[name])
-    if "stage" in given:
-        fields["stage"] = tuple(given["stage"].split())
-    return RefusalRow(**fields)
+    found = []
+    for given in yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8")):
+        row: dict[str, Any] = {
+            "with_" if name == "with" else name: it for name, it in given.items()
+        }
+        for name in ("when", "if_any", "unless"):
+            if isinstance(row.get(name), str):
+                row[name] = {each: {"given": True} for each in row[name].split()}
+        for name in ("since", "until"):
+            if name in row:
+                row[name] = getattr(versions, row[name])
+        for name in ("with_", "stage"):
+            if name in row:
+                row[name] = tuple(row[name].split())
+        found.append(RefusalRow(**row))
+    return tuple(found)
 
 
 def refusals(asked: Asked, stage: str = START, only: Collection[str] = ()) -> Iterator[Refusal]:
@@ -244,26 +210,29 @@ def refusals(asked: Asked, stage: str = START, only: Collection[str] = ()) -> It
     Args:
         only: conditions to look at; without any, all.
     """
-    names = only or {name for row in rows() for name in row.with_}
-    held = {name: _condition(name)(asked) for name in names}
+    held = conditions(asked)
     for row in rows():
-        others = [text for name in row.with_ if (text := held.get(name)) is not None]
+        others = [held[name] for name in row.with_ if name in held and (not only or name in only)]
         if stage not in row.stage or not others:
             continue
         for name in row.subjects(asked):
-            flag = said(name, asked.value(name)) if stage == START else setting(name, asked)
+            is_setting = stage == STEP and name not in _FACTS
+            flag = name if is_setting else said(name, asked.value(name))
             for other in others:
-                sentence = row.says.format(flag=said_flag(name), other=other)
+                sentence = row.says.format(
+                    flag=said_flag(name), value=asked.value(name), other=other
+                )
                 yield Refusal(flag, other, row.why, sentence)
 
 
-def check(asked: Asked, stage: str = START) -> None:
+def check(asked: Asked, stage: str = START, only: Collection[str] = ()) -> None:
     """Refuse what cannot be combined.
 
     Raises:
         UsageError: names both sides of the conflict and the reason.
     """
-    raise_first(refusals(asked, stage))
+    for refusal in refusals(asked, stage, only):
+        raise refusal.error
 
 
 def check_step(
@@ -285,17 +254,15 @@ def check_step(
     Raises:
         UsageError: names the setting and the reason.
     """
-    choice = f"the pipeline schedule {schedule}"
-    if adjust_tensor_shapes_fn is not None and not config.variable_seq_lengths:
-        raise UsageError(
-            f"adjust_tensor_shapes_fn cannot be combined with {choice}: set variable_seq_lengths, "
-            "with which every message tells its shape"
-        )
-    facts = dict(facts or {})
-    draws = facts.get("draws_by_layer", False)
-    asked = Asked(args=config, choice=choice, facts=facts, draws_by_layer=draws)
-    asked = replace(asked, placements=[] if placement is None else [placement])
-    raise_first(refusals(asked, STEP, only=STEP_CONDITIONS))
+    adjusts = {"adjust_tensor_shapes_fn": adjust_tensor_shapes_fn is not None}
+    asked = Asked(
+        args=config,
+        choice=f"the pipeline schedule {schedule}",
+        placements=[] if placement is None else [placement],
+        draws_by_layer=(facts or {}).get("draws_by_layer", False),
+        facts={**(facts or {}), **adjusts},
+    )
+    check(asked, STEP, only=STEP_CONDITIONS)
 
 
 def check_steps_taken_back(config: Any) -> None:
@@ -304,9 +271,9 @@ def check_steps_taken_back(config: Any) -> None:
     Raises:
         UsageError: names the setting and the reason.
     """
-    asked = Asked(args=config, choice="", facts={"enable_optimizer_post_validation": True})
+    asked = Asked(args=config, choice="", facts={POST_VALIDATION: True})
     for refusal in refusals(asked, STEP, only=("post_validation",)):
-        raise_first([Refusal(refusal.flag, "optimizer post-validation", refusal.why)])
+        raise replace(refusal, other="optimizer post-validation").error
 
 
 def why_whole(args: argparse.Namespace) -> str | None:
@@ -395,8 +362,3 @@ def said(name: str, value: object) -> str:
     if isinstance(value, bool):
         return said_flag(name)
     return f"{said_flag(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-
-
-def setting(name: str, asked: Asked) -> str:
-    """Return the name of a setting of Megatron's config."""
-    return said(name, asked.value(name)) if name in _FACTS else name

@@ -59,6 +59,7 @@ DIVISION = (
 """How Megatron-LM divides layers over ranks where no layout is given; a layout takes their place.
 """
 
+_UNEQUAL_LAYERS = "heterogeneous_layers_config_path"
 _NEW_PATTERN = HYBRID_PATTERNS[0]
 _SEGMENTS = f"'|' in {flag_of(_NEW_PATTERN)}"
 
@@ -259,10 +260,9 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
     Raises:
         UsageError: a size is missing or wrong.
     """
-    _check_sizes(args)
-    pattern, ends = _pattern(args) or "", None
-    if not _is_heterogeneous(args):
-        ends = balance.ends_of(with_derived(args), pattern)
+    pattern, ends, derived = _pattern(args) or "", None, with_derived(args)
+    if getattr(args, _UNEQUAL_LAYERS, None) is None:
+        ends = balance.ends_of(derived, pattern)
     return JobSizes(
         pipeline_size=args.pipeline_model_parallel_size,
         num_microbatches=_num_microbatches(args),
@@ -271,7 +271,7 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
         ends=ends,
         overlaps_all_to_all=bool(getattr(args, OVERLAP, False)),
         copy=copy_of(args),
-        attention=attention_of(with_derived(args), pattern),
+        attention=attention_of(derived, pattern),
         sequence=args.seq_length,
         spread=args.tensor_model_parallel_size * args.context_parallel_size,
         hidden=getattr(args, "hidden_size", None),
@@ -305,22 +305,6 @@ def _kept_by_slices(args: argparse.Namespace) -> float:
     if not (heads and groups and getattr(args, "group_query_attention", False)):
         return KEPT
     return KEPT * min(1.0, groups / heads)
-
-
-def _check_sizes(args: argparse.Namespace) -> None:
-    """Check the sizes used as divisors below, since Megatron-LM's own checks come later."""
-    for name in (
-        "pipeline_model_parallel_size",
-        "tensor_model_parallel_size",
-        "context_parallel_size",
-        "micro_batch_size",
-    ):
-        _check_positive(flag_of(name), getattr(args, name))
-
-
-def _check_positive(flag: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise UsageError(f"{flag} is {value}: it must be 1 or greater")
 
 
 def _num_microbatches(args: argparse.Namespace) -> int:
@@ -390,24 +374,24 @@ def _chunks(args: argparse.Namespace) -> Chunks:
     Raises:
         UsageError: layers cannot be divided so.
     """
-    p = args.pipeline_model_parallel_size
+    p, each = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
     if args.num_virtual_stages_per_pipeline_rank is not None:
         return Chunks(args.num_virtual_stages_per_pipeline_rank)
-    if args.num_layers_per_virtual_pipeline_stage is not None:
+    if each is not None:
         flag = "--num-layers-per-virtual-pipeline-stage"
-        _check_positive(flag, args.num_layers_per_virtual_pipeline_stage)
-        per_rank, rest = divmod(num_layers(args), p)
-        chunks, uneven = divmod(per_rank, args.num_layers_per_virtual_pipeline_stage)
+        if each < 1:
+            raise UsageError(f"{flag} is {each}: it must be 1 or greater")
+        per_rank, rest = divmod(num_layers(args), max(p, 1))
+        chunks, uneven = divmod(per_rank, each)
         if rest or uneven:
             raise UsageError(
-                f"{flag} {args.num_layers_per_virtual_pipeline_stage} does not divide the "
-                f"{num_layers(args)} layers of {p} pipeline ranks: give "
-                "--num-virtual-stages-per-pipeline-rank instead"
+                f"{flag} {each} does not divide the {num_layers(args)} layers of {p} pipeline "
+                "ranks: give --num-virtual-stages-per-pipeline-rank instead"
             )
         return Chunks(chunks, flag)
     count = (segments(args) or "").count("|") + 1
-    if count > 1 and count % p == 0:
-        return Chunks(count // p, _SEGMENTS)
+    if count > 1 and count % max(p, 1) == 0:
+        return Chunks(count // max(p, 1), _SEGMENTS)
     return Chunks()
 
 
@@ -450,14 +434,10 @@ def _check_alone(args: argparse.Namespace, asked: str) -> None:
             )
 
 
-def _is_heterogeneous(args: argparse.Namespace) -> bool:
-    return getattr(args, "heterogeneous_layers_config_path", None) is not None
-
-
 def _is_placed(args: argparse.Namespace) -> bool:
     """Return whether layers are placed by the schedule, not by Megatron's own rules."""
     if _pattern(args) is None:
-        return not _is_heterogeneous(args)
+        return getattr(args, _UNEQUAL_LAYERS, None) is None
     return _says_chunks(args)
 
 

@@ -589,7 +589,10 @@ class _Hooks:
 
     def _scheduled_run(self, args: Any, rendezvous: Rendezvous) -> ScheduledRun:
         self._translate(args)
-        self._say_what_is_new(args)
+        for name, default in self._new.items():  # arguments that no supported version has
+            if getattr(args, name, default) != default:
+                why = argument_table.UNKNOWN.why
+                _say(f"megatron_zb: {flag_of(name)} is new: {why}", args.rank)
         adapter = adapter_of(args, self._build_for_all(args, rendezvous))
         for line in without_bulk_overlap(args, adapter) + prepare_overlap(args):
             _say(f"megatron_zb: {line}", args.rank)
@@ -598,14 +601,6 @@ class _Hooks:
             for line in post_validation_hooks.prepare(args):
                 _say(f"megatron_zb: {line}", args.rank)
         return ScheduledRun(adapter, rendezvous, args)
-
-    def _say_what_is_new(self, args: Any) -> None:
-        """Log the arguments in use that no supported version has."""
-        for name, default in self._new.items():
-            if getattr(args, name, default) != default:
-                _say(
-                    f"megatron_zb: {flag_of(name)} is new: {argument_table.UNKNOWN.why}", args.rank
-                )
 
     def _build_for_all(self, args: Any, rendezvous: Rendezvous) -> Build:
         """Return the function that builds schedules, on one rank for all if they can meet yet."""

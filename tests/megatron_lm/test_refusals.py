@@ -100,7 +100,7 @@ def passing(name: str, test: dict[str, Any]) -> dict[str, Any]:
         "not": "transformer_engine",
         "contains": [wanted],
         "above": 9,
-        "below": 1,
+        "below": wanted - 1 if kind == "below" else None,
     }
     return {name: {**values, "given": True, "finite": 2.0}[kind]}
 
@@ -123,7 +123,8 @@ def test_every_row_names_both_sides_and_the_reason(
         flag = name
     sentence = f"{flag} cannot be combined with {other}: {row.why}"
     if row.says:
-        sentence = row.says.format(flag=refusals.said_flag(name), other=other)
+        value = run.value(name)
+        sentence = row.says.format(flag=refusals.said_flag(name), value=value, other=other)
     assert sentence in found(run, stage)
     without: list[dict[str, Any]] = [{**only, **held}]
     if condition != "any":
