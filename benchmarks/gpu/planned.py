@@ -17,7 +17,8 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.plan.device import DeviceConfig, read_device
 from megatron_zb.plan.model import ModelConfig
-from megatron_zb.plan.prediction import Prediction, ordered
+from megatron_zb.plan.prediction import ordered
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import searched_by_auto
 from megatron_zb.plan.settings import PlanJob
 from megatron_zb.plan.stages import StageWorkload

@@ -28,13 +28,26 @@ WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
 FP8_COPIES = 2  # of a layer's weight: in 8 bits, and transposed in 8 bits
 
 
+FOR_WEIGHT = "held_for_weight"
+"""The table of bytes that wait for W, in the table of kinds of passes."""
+
+
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes of one microbatch: after its F, after its B, and at most while its B runs."""
+    """Bytes of one microbatch: after its F, after its B, and at most while its B runs.
+
+    ``kept_input`` are those after an F whose activations are to be recomputed.
+    """
 
     activation: float = 0.0
     for_weight: float = 0.0
     in_backward: float = 0.0
+    kept_input: float = 0.0
+
+    def of(self, table: str) -> float:
+        """Return the bytes by the name of their table in the table of kinds of passes."""
+        tables = {FOR_WEIGHT: self.for_weight, "kept_input": self.kept_input}
+        return tables.get(table, self.activation)
 
     def __add__(self, other: ActivationBytes) -> ActivationBytes:
         return ActivationBytes(

@@ -25,7 +25,7 @@ from megatron_zb.measured.expert_all_to_all import with_all_to_all
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.parsing import GIB
-from megatron_zb.plan.prediction import PlanRow
+from megatron_zb.plan.rows import PlanRow
 from megatron_zb.plan.search import VARIANTS, PlanSearch, Watch, silent
 from megatron_zb.plan.strategy import (
     MEGATRON_INTERLEAVED,

@@ -28,8 +28,8 @@ from megatron_zb.parsing import GIB, gib
 from megatron_zb.plan import table
 from megatron_zb.plan.chart import Axis, Point, points
 from megatron_zb.plan.from_profile import MeasuredRow, ProfileRequest
-from megatron_zb.plan.prediction import Prediction
 from megatron_zb.plan.reasons import of_given, reason
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import Plan
 from megatron_zb.plan.strategy import MEGATRON_1F1B
 from megatron_zb.plan.table import flags

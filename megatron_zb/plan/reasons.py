@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_zb.parsing import gib
-from megatron_zb.plan.prediction import Prediction
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import WORTH_A_CHANGE, Plan
 from megatron_zb.plan.strategy import MEGATRON_INTERLEAVED
 
@@ -208,19 +208,15 @@ def vocabulary(plan: Plan) -> str:
     return f"{named}, the most promising, is {how}: that is not worth a change"
 
 
-def recompute_or_offload_gain(plan: Plan) -> str | None:
-    """Return the gain of recomputation or offload, in one sentence; None if not requested."""
-    job, row, kept = plan.job, plan.recompute_or_offload, plan.all_kept
-    if not (job.recomputes or job.offloads):
+def freed_gain(plan: Plan) -> str | None:
+    """Return the gain of freeing activations, in one sentence; None if not requested."""
+    row, kept = plan.freed, plan.all_kept
+    if not plan.job.freeing:
         return None
     if row is None:
         return "no setting with recomputation or offload by the schedule can be ahead here"
-    done = [f"recomputes {row.recomputed:.0%} of its activations"] if row.recomputed else []
-    if row.offloaded:
-        done.append(
-            f"offloads {row.offloaded:.0%} to the host ({gib(row.host_bytes)} of each rank)"
-        )
-    named = f"{row.family} that {' and '.join(done)} ({row.load.strategy})"
+    done = " and ".join(it.done(row) for it in plan.job.freeing if it.is_in(row))
+    named = f"{row.family} that {done} ({row.load.strategy})"
     if kept is None:
         return f"{named} is the best that fits; nothing fits that keeps all"
     lead = row.tokens_per_gpu / kept.tokens_per_gpu - 1

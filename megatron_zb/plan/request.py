@@ -15,6 +15,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.parsing import flag_of, size_in_bytes
 from megatron_zb.plan.device import DeviceConfig, read_device
+from megatron_zb.plan.features.catalog import FEATURES
 from megatron_zb.plan.given_run import GivenRun
 from megatron_zb.plan.model import ModelConfig, read_model
 from megatron_zb.plan.model_flags import written_pattern
@@ -149,8 +150,7 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
         post_validation=arguments.post_validation,
         snapshot=arguments.snapshot,
         vocabulary=arguments.vocabulary or "auto",
-        recomputes=arguments.pipeline_recompute == "auto",
-        offloads=_may_offload(arguments, device),
+        features=tuple(feature.asked(arguments, device) for feature in FEATURES),
         frozen=arguments.lora is not None,
     )
     if training is not None:
@@ -329,17 +329,6 @@ def _check_precision(precision: str, device: DeviceConfig, flag: str | None) -> 
             f"{instead}, or give a device that has them, such as --device h100_sxm"
         )
     return precision
-
-
-def _may_offload(arguments: argparse.Namespace, device: DeviceConfig) -> bool:
-    if arguments.pipeline_offload != "auto":
-        return False
-    if device.host is None:
-        raise UsageError(
-            f"--pipeline-offload auto: the description of {device.name} has no host: give "
-            "--pipeline-offload off, or a device that has one, such as --device a100_80gb_sxm"
-        )
-    return True
 
 
 def _check_experts(arguments: argparse.Namespace, model: ModelConfig) -> None:

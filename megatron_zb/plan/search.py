@@ -11,12 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import filterfalse
 from typing import Any, Protocol, TypeVar
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import gib
-from megatron_zb.plan.prediction import Ordered, Prediction, ordered
+from megatron_zb.plan.prediction import Ordered, ordered
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.settings import SLACK, CountedSetting, CountedSettings, PlanJob
 from megatron_zb.plan.stages import StageWorkload
 from megatron_zb.plan.strategy import (
@@ -46,7 +48,7 @@ _SEARCHES = 3
 _WORTH_A_SEARCH = 1.001
 # Most memory limits to search an order within.
 _LIMITS = 3
-# Most settings to search with recomputation or offload, and most forwards of one.
+# Most settings to search in which activations may be freed, and most forwards of one.
 _MORE_SEARCHES = 2
 _MOST_FORWARDS = 1100
 
@@ -170,8 +172,8 @@ class Plan:
         simulated: number of settings whose schedule was built.
         unsharded: for each row with vocabulary parallelism, the best setting without.
         sharded: the best with vocabulary parallelism, in the table or not.
-        recompute_or_offload: the best that recomputes or offloads activations.
-        all_kept: the best of ``auto`` that does neither.
+        freed: the best that frees activations between F and B.
+        all_kept: the best of ``auto`` that does not.
         given: the run of the arguments, whether it fits or not; None without one.
         why_not_given: why there is none.
     """
@@ -184,7 +186,7 @@ class Plan:
     simulated: int
     unsharded: dict[str, Prediction] = field(default_factory=dict)
     sharded: Prediction | None = None
-    recompute_or_offload: Prediction | None = None
+    freed: Prediction | None = None
     all_kept: Prediction | None = None
     given: Prediction | None = None
     why_not_given: str = ""
@@ -401,7 +403,7 @@ class _CountedSearch(PlanSearch):
         self.settings = self.simulated = 0
         self.unsharded: dict[str, Prediction] = {}
         self.sharded: Prediction | None = None
-        self.recompute_or_offload: Prediction | None = None
+        self.freed: Prediction | None = None
         self.all_kept: Prediction | None = None
 
     def plan(self) -> Plan:
@@ -429,7 +431,7 @@ class _CountedSearch(PlanSearch):
             simulated=self.simulated,
             unsharded=of_asked(self.unsharded),
             sharded=self.sharded,
-            recompute_or_offload=self.recompute_or_offload,
+            freed=self.freed,
             all_kept=self.all_kept,
         )
 
@@ -529,50 +531,51 @@ class _CountedSearch(PlanSearch):
                 break
             self.simulated += 1
             best = _fastest(filter(None, (best, next(found))))
-        settings = self._promising_with_recompute_or_offload(candidate, best)
+        settings = self._promising_if_freed(candidate, best)
         fitting = [row for row in self.each(searched, settings) if row is not None]
         self.simulated += len(settings)
-        known = [best, *(row for row in fitting if not (row.recomputed or row.offloaded))]
-        best = _fastest(filter(None, known))
-        freed = _fastest(row for row in fitting if row.recomputed or row.offloaded)
+
+        def frees(row: Prediction) -> bool:
+            return any(feature.is_in(row) for feature in self.job.freeing)
+
+        best = _fastest(filter(None, [best, *filterfalse(frees, fitting)]))
+        freed = _fastest(filter(frees, fitting))
         self.all_kept = _fastest(filter(None, (self.all_kept, best)))
-        self.recompute_or_offload = _fastest(filter(None, (self.recompute_or_offload, freed)))
+        self.freed = _fastest(filter(None, (self.freed, freed)))
         if freed is not None:
             enough = best.tokens_per_gpu * (1 + WORTH_A_CHANGE) if best else 0.0
             best = freed if freed.tokens_per_gpu > enough else best
         self._enter(candidate.name, best, None, bool(self.tried))
 
-    def _promising_with_recompute_or_offload(
+    def _promising_if_freed(
         self, candidate: ScheduleCandidate, best: Prediction | None
     ) -> list[tuple[float, StageWorkload, int]]:
-        """Return the most promising settings for recomputation or offload.
+        """Return the most promising settings with features that free activations.
 
-        They are some that nearly fit, and some that fit only if activations are recomputed or
-        offloaded.
+        They are some that nearly fit, and some that fit only if activations are freed.
         """
-        job = self.job
-        if not (job.recomputes or job.offloads) or candidate.vocabulary_parallel:  # refused
+        if not self.job.freeing or candidate.vocabulary_parallel:  # refused
             return []
         near = [(staged, m) for _, staged, m in self._promising(candidate)]
-        far = self.looking.settings.if_recomputed(candidate)
+        far = self.looking.settings.if_freed(candidate)
         enough = best.tokens_per_gpu * (1 + WORTH_A_CHANGE) if best else 0.0
         found = []
         for settings in (near, far):
-            entries = [self._with_recompute_or_offload(candidate, *setting) for setting in settings]
+            entries = [self._freeing(candidate, *setting) for setting in settings]
             able = [entry for entry in entries if entry is not None and entry[0] >= enough]
             ordered = able if settings is far else sorted(able, key=lambda entry: -entry[0])
             found += ordered[:_MORE_SEARCHES]
         return found
 
-    def _with_recompute_or_offload(
+    def _freeing(
         self, candidate: ScheduleCandidate, kept: StageWorkload, m: int
     ) -> tuple[float, StageWorkload, int] | None:
-        """Return a setting with recomputation or offload, and its bound; None if it has neither."""
-        recomputes = self.job.recomputes and kept.load.strategy.recompute != "full"
-        staged = replace(kept, recomputes=recomputes, offloads=self.job.offloads)
+        """Return a setting that may free activations, and its bound; None if it cannot."""
+        features = tuple(it for it in self.job.freeing if it.is_possible(kept.load))
         is_large = not candidate.is_sliced and m * kept.placement.num_stages > _MOST_FORWARDS
-        if not (recomputes or self.job.offloads) or is_large:
+        if not features or is_large:
             return None
+        staged = replace(kept, features=(*kept.features, *features))
         return self.job.optimistic(staged, m), staged, m
 
     def _best_of_the_others(self, candidate: ScheduleCandidate) -> Prediction | None:

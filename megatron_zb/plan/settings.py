@@ -16,6 +16,8 @@ from megatron_zb.plan import byte_counts
 from megatron_zb.plan.byte_counts import ActivationBytes, StateBytes
 from megatron_zb.plan.device import DeviceConfig
 from megatron_zb.plan.encoder import CountedEncoder
+from megatron_zb.plan.features.catalog import FEATURES
+from megatron_zb.plan.features.feature import FreedActivations, PlanFeature
 from megatron_zb.plan.given_run import GivenRun
 from megatron_zb.plan.model import ModelConfig
 from megatron_zb.plan.operators import modules_of
@@ -175,8 +177,8 @@ def _peak(candidate: ScheduleCandidate, p: int, m: int, chunks: int | None) -> f
 SLACK = 1.1
 # Settings of each schedule whose layouts refine the formula before some are simulated.
 _REFINED = 40
-# Settings that fit only without activations whose layouts are looked for.
-_OF_RECOMPUTE = 4
+# Settings that fit only without some activations whose layouts are looked for.
+_OF_FREED = 4
 # Relative difference of rates by formula that decides nothing between numbers of chunks.
 _TIE = 0.002
 # Largest memory limit of auto, as a fraction of 1F1B's activations.
@@ -190,9 +192,9 @@ class PlanJob:
     With ``post_validation``, schedules are built for iterations back to back, unless
     ``back_to_back`` is False. ``vocabulary`` parallelism over the pipeline ranks is in every
     schedule of this package ("on"), in none ("off"), or where a schedule is faster by more than
-    the error of predictions ("auto"). ``recomputes`` allows ``auto`` to recompute activations, and
-    ``offloads`` to offload them to the host. Of a ``frozen`` model only adapters are trained.
-    ``given`` is the run of a training's arguments; ``why_not_given`` says why a plan has none.
+    the error of predictions ("auto"). ``features`` are all features, with what is asked of them.
+    Of a ``frozen`` model only adapters are trained. ``given`` is the run of a training's arguments;
+    ``why_not_given`` says why a plan has none.
     """
 
     model: ModelConfig
@@ -206,8 +208,7 @@ class PlanJob:
     back_to_back: bool = True
     snapshot: bool = False
     vocabulary: str = "auto"
-    recomputes: bool = False
-    offloads: bool = False
+    features: tuple[PlanFeature, ...] = FEATURES
     frozen: bool = False
     given: GivenRun | None = None
     why_not_given: str = ""
@@ -222,6 +223,12 @@ class PlanJob:
         return IterationSettings(
             m, self.post_validation and splits, self.back_to_back, self.snapshot and splits
         )
+
+    @property
+    def freeing(self) -> tuple[FreedActivations, ...]:
+        """Features by which ``auto`` may free activations."""
+        of_kind = (it for it in self.features if isinstance(it, FreedActivations))
+        return tuple(it for it in of_kind if it.choice != "off")
 
     @property
     def why_not_sharded(self) -> str | None:
@@ -286,7 +293,7 @@ class PlanJob:
         in_backward = max(held.in_backward for held in staged.held_by_slices)
         snapshots = [staged.states[r].optimizer if self.snapshot else 0.0 for r in ranks]
         left = min(self.memory - costs.fixed[r] - snapshots[r] for r in ranks) - in_backward - less
-        steps = 1000 if staged.recomputes or staged.offloads or staged.slicing else 100
+        steps = 1000 if staged.frees_activations or staged.slicing else 100
         limit = math.floor(steps * left / costs.one_f_one_b_peak()) / steps
         return min(limit, _MOST_FRACTION) if limit > 0 else None
 
@@ -363,7 +370,7 @@ class CountedSettings:
         found = (setting for split in splits for setting in self._of_split(split, candidate))
         return sorted(found, key=lambda setting: -setting.rate)
 
-    def if_recomputed(self, candidate: ScheduleCandidate) -> list[tuple[StageWorkload, int]]:
+    def if_freed(self, candidate: ScheduleCandidate) -> list[tuple[StageWorkload, int]]:
         """Return the workloads and microbatches of ``auto`` that fit only without activations.
 
         The fastest are first by a formula in which forwards of the share that does not fit run
@@ -380,7 +387,7 @@ class CountedSettings:
                     again = share * setting.m * split.rank.forward
                     found.append(replace(setting, seconds=setting.seconds + again))
         found.sort(key=lambda setting: -setting.rate)
-        staged = ((setting.staged(), setting.m) for setting in found[:_OF_RECOMPUTE])
+        staged = ((setting.staged(), setting.m) for setting in found[:_OF_FREED])
         return [(first[0], m) for first, m in staged if first]
 
     def _of_split(self, split: EvenSplit, candidate: ScheduleCandidate) -> Iterator[CountedSetting]:

@@ -10,14 +10,13 @@ from megatron_zb.measured.fit import CostModel, Variant
 from megatron_zb.plan import byte_counts
 from megatron_zb.plan.byte_counts import ActivationBytes, StateBytes
 from megatron_zb.plan.encoder import CountedEncoder
+from megatron_zb.plan.features.feature import CutWorkload, FreedActivations, PlanFeature
 from megatron_zb.plan.slices import held_by, prefix
 from megatron_zb.plan.strategy import ScheduleCandidate
 from megatron_zb.plan.vocabulary import CONNECTION, CountedShard, more_connections
 from megatron_zb.plan.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, layout
-from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.pairs import PAIR_LOSS, Communication
-from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.schedules.features.vocabulary import Vocabulary, with_prediction
 from megatron_zb.schedules.layout import Layout
@@ -25,36 +24,27 @@ from megatron_zb.schedules.placement import Placement
 
 
 @dataclass(frozen=True)
-class StageWorkload:
-    """A workload cut into the stages of a placement.
+class StageWorkload(CutWorkload):
+    """Seconds and bytes of a workload cut into stages, with the features of its schedule.
 
     With ``vocabulary_parallel``, output layer and embedding are vocabulary parallel over all ranks:
     the shard of rank r then counts as stage S + r where bytes are listed by stage. With
-    ``overlaps_all_to_all``, pairs may hide the expert all-to-all. With ``recomputes``, the schedule
-    may recompute activations, with ``offloads`` offload them.
+    ``overlaps_all_to_all``, pairs may hide the expert all-to-all.
     """
 
-    load: Workload
-    placement: Placement
-    layout: Layout
     vocabulary_parallel: bool = False
     overlaps_all_to_all: bool = False
-    recomputes: bool = False
-    offloads: bool = False
+    features: tuple[PlanFeature, ...] = ()
 
     @property
     def shard(self) -> CountedShard | None:
         """The shard of each rank, None where the output layer is whole."""
         return CountedShard(self.load) if self.vocabulary_parallel else None
 
-    @cached_property
-    def layers_of(self) -> tuple[range, ...]:
-        """Layers of each stage."""
-        out, first = [], 0
-        for count in self.layout:
-            out.append(range(first, first + count))
-            first += count
-        return tuple(out)
+    @property
+    def frees_activations(self) -> bool:
+        """Whether the schedule may free activations between F and B."""
+        return any(isinstance(it, FreedActivations) for it in self.features)
 
     @cached_property
     def work(self) -> tuple[PassSeconds, ...]:
@@ -102,9 +92,14 @@ class StageWorkload:
         return self.load.slicing
 
     @cached_property
-    def held_by_slices(self) -> list[ActivationBytes]:
+    def held_by_slices(self) -> Sequence[ActivationBytes]:
         """Bytes of each slice of a microbatch on each stage; of whole ones, :attr:`held`."""
-        return [*self.held] if self.slicing is None else held_by(self.held, self.slicing)
+        held: Sequence[ActivationBytes] = self.held
+        if self.slicing is not None:
+            held = held_by(self.held, self.slicing)
+        for feature in self.features:
+            held = feature.held(self, held)
+        return held
 
     def prefix(self, rank: int) -> float:
         """Return the bytes of prefixes on a rank, beside activations."""
@@ -227,20 +222,8 @@ class StageWorkload:
             )
         if self.shard is not None:
             return self._with_shards(costs, self.shard)
-        return self._with_recompute_or_offload(costs)
-
-    def _with_recompute_or_offload(self, costs: Costs) -> Costs:
-        if self.recomputes:
-            message = self.load.message() / self.load.largest_slice  # of a whole microbatch
-            costs = costs.having(Recomputation(kept_input=message))
-        if self.offloads and (host := self.load.device.host) is not None:
-            costs = costs.having(
-                Offload(
-                    seconds=[host.seconds(held) for held in costs.memory["activation"]],
-                    full_duplex=host.full_duplex,
-                    host_limit=host.memory_bytes,
-                )
-            )
+        for feature in self.features:
+            costs = feature.costs(self, costs)
         return costs
 
     def _with_shards(self, costs: Costs, shard: CountedShard) -> Costs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -10,9 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_zb.parsing import GIB, gib
+from megatron_zb.plan.features.catalog import FEATURES
 from megatron_zb.plan.operators import modules_of
-from megatron_zb.plan.prediction import PlanRow, Prediction, RankMemory, overheads
+from megatron_zb.plan.prediction import overheads
 from megatron_zb.plan.reasons import (
+    freed_gain,
     gain,
     is_named_too,
     margin,
@@ -21,11 +24,11 @@ from megatron_zb.plan.reasons import (
     reason,
     recommendation,
     recommended,
-    recompute_or_offload_gain,
     vocabulary,
     vocabulary_parallel_gain,
     worth,
 )
+from megatron_zb.plan.rows import PlanRow, Prediction, RankMemory
 from megatron_zb.plan.search import Plan
 from megatron_zb.plan.strategy import Strategy
 from megatron_zb.schedules import layout
@@ -124,10 +127,7 @@ def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -
         out.append(f"--pipeline-slices {row.slicing}")
     if row.vocabulary_parallel:
         out.append("--pipeline-vocabulary on")
-    if row.recomputed:
-        out.append("--pipeline-recompute auto")
-    if row.offloaded:
-        out.append("--pipeline-offload auto")
+    out += chain.from_iterable(feature.flags(row) for feature in FEATURES)
     if row.overlaps_all_to_all:
         out.append("--overlap-moe-expert-parallel-comm")
     chunks = row.chunks
@@ -197,7 +197,7 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
     for name, why in plan.nothing_for.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
     no_given = of_given(plan) if plan.given is None else None
-    for said in filter(None, (no_given, vocabulary(plan), recompute_or_offload_gain(plan))):
+    for said in filter(None, (no_given, vocabulary(plan), freed_gain(plan))):
         console.print(Text(f" -  {said}"), highlight=False, soft_wrap=True)
     if (beside := _overheads(plan.ranked[0])) is not None:
         console.print(Text(f" -  {beside}"), highlight=False, soft_wrap=True)
@@ -335,8 +335,8 @@ def setting_of(row: Prediction) -> str:
     """Return the strategy as text, marked: uneven layers, vocabulary parallelism, pairs, states."""
     uneven, cut = "" if row.has_by_default else " uneven", " cut" if row.vocabulary_parallel else ""
     pairs = " pairs" if row.overlaps_all_to_all else ""
-    states = (" dropped" if row.recomputed else "") + (" moved" if row.offloaded else "")
-    return f"{row.load.strategy}{uneven}{cut}{pairs}{states}"
+    marks = "".join(f" {feature.mark}" for feature in FEATURES if feature.is_in(row))
+    return f"{row.load.strategy}{uneven}{cut}{pairs}{marks}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -361,7 +361,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "worth": worth(plan),
         "margin": margin(plan),
         "vocabulary": vocabulary(plan),
-        "activation_states": recompute_or_offload_gain(plan),
+        "activation_states": freed_gain(plan),
         "settings": plan.settings,
         "simulated": plan.simulated,
     }
@@ -393,9 +393,7 @@ def _row(plan: Plan, row: Prediction) -> dict[str, Any]:
         "vocabulary": "on" if row.vocabulary_parallel else "off",
         "gain_of_cut": vocabulary_parallel_gain(plan, row),
         "overlaps_all_to_all": row.overlaps_all_to_all,
-        "recomputed": row.recomputed,
-        "offloaded": row.offloaded,
-        "host_bytes": row.host_bytes,
+        **{key: of for it in plan.job.features for key, of in it.as_json(row).items()},
         "seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_gpu,
         "mfu": row.mfu,

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from megatron_zb import files, schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.plan.prediction import Prediction
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import Plan
 from megatron_zb.plan.stages import average_layer
 from megatron_zb.plan.table import name_in, setting_of

@@ -11,7 +11,7 @@ from small_models import a100, load, small
 
 from megatron_zb.parsing import GIB
 from megatron_zb.plan.model import ModelConfig
-from megatron_zb.plan.prediction import Prediction
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import Plan, search
 from megatron_zb.plan.settings import PlanJob
 from megatron_zb.plan.stages import cut_into_stages, worth_a_simulation

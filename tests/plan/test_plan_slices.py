@@ -21,17 +21,19 @@ from megatron_zb.megatron_core.refusals import Asked, of_arguments, refusals
 from megatron_zb.megatron_lm import argument_table
 from megatron_zb.parsing import GIB
 from megatron_zb.plan import byte_counts
+from megatron_zb.plan.features.catalog import asking
+from megatron_zb.plan.features.recomputation import PlanRecomputation
 from megatron_zb.plan.model_flags import model_flags
 from megatron_zb.plan.operators import attention_flops
 from megatron_zb.plan.prediction import (
     IterationSettings,
-    Prediction,
     ordered,
     peak_of,
     predict,
 )
 from megatron_zb.plan.reasons import _said
 from megatron_zb.plan.request import read_training
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import Plan, _Looking, _Tried, search, searched_by_auto
 from megatron_zb.plan.settings import CountedSettings, EvenSplit, PlanJob, estimated_memory
 from megatron_zb.plan.slices import unrolled, with_slices
@@ -54,6 +56,7 @@ from megatron_zb.schedules.placement import v_shape
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
+RECOMPUTES = asking(PlanRecomputation("auto"))
 LONG = small(sequence_length=32768, query_groups=4)
 ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), slices=(1, 4, 16))
 
@@ -434,17 +437,17 @@ def test_figures_of_long_samples_are_those_of_the_results() -> None:
 def test_slices_that_are_recomputed_are_planned() -> None:
     """Where a V of slices does not fit, auto recomputes some; the limit is kept."""
     choices = replace(ONE, slices=(8,))
-    job = PlanJob(LONG, a100(), 4, 10 * GIB, 8, 32768, choices, recomputes=True)
+    job = PlanJob(LONG, a100(), 4, 10 * GIB, 8, 32768, choices, features=RECOMPUTES)
     (auto,) = sliced(candidates_of(["auto"])[2:], named=True)
     staged, m = cut("v-zb", slices=8), 8
-    kept, recomputed = (replace(staged, recomputes=recomputes) for recomputes in (False, True))
+    kept, recomputed = staged, replace(staged, features=(PlanRecomputation(),))
     recomputation = recomputed.costs(blocking=False).feature(Recomputation)
     assert recomputation is not None
     assert recomputation.kept_input == 2 * 32768 * LONG.hidden_size  # in 16 bits
     assert searched_by_auto(job, auto, kept, m) is None
     row = searched_by_auto(job, auto, recomputed, m)
     assert row is not None
-    assert 0 < row.recomputed < 0.8
+    assert 0 < PlanRecomputation().share(row) < 0.8
     assert row.memory.total <= job.memory
     assert row.tokens_per_gpu < job.optimistic(recomputed, m)
     assert row.timeline is not None
@@ -456,9 +459,9 @@ def test_slices_that_are_recomputed_are_planned() -> None:
 def test_only_settings_whose_activations_do_not_fit_are_counted_with_drops() -> None:
     choices = replace(ONE, slices=(8,), recompute=("none", "full"))
     for gib_per_gpu, count in ((7, 2), (40, 0)):
-        job = PlanJob(LONG, a100(), 4, gib_per_gpu * GIB, 8, 32768, choices, recomputes=True)
+        job = PlanJob(LONG, a100(), 4, gib_per_gpu * GIB, 8, 32768, choices, features=RECOMPUTES)
         (auto,) = sliced(candidates_of(["auto"])[2:], named=True)
-        found = CountedSettings.of(job).if_recomputed(auto)
+        found = CountedSettings.of(job).if_freed(auto)
         assert len(found) == count  # equal slices and such of equal time
         for staged, m in found:
             assert (staged.load.strategy.recompute, staged.placement, m) == ("none", v_shape(4), 8)

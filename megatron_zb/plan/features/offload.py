@@ -1,0 +1,61 @@
+"""Offload of activations to the host, as ``auto`` chooses it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from megatron_zb.errors import UsageError
+from megatron_zb.parsing import gib
+from megatron_zb.plan.device import DeviceConfig
+from megatron_zb.plan.features.feature import CutWorkload, FreedActivations
+from megatron_zb.plan.rows import PlanRow, Prediction
+from megatron_zb.schedules import Costs, Schedule
+from megatron_zb.schedules.features.offload import Offload
+
+
+class PlanOffload(FreedActivations):
+    """Offload over the link of the device's description."""
+
+    mark: ClassVar[str] = "moved"
+
+    def costs(self, cut: CutWorkload, costs: Costs) -> Costs:
+        host = cut.load.device.host
+        if host is None:
+            return costs
+        return costs.having(
+            Offload(
+                seconds=[host.seconds(held) for held in costs.memory["activation"]],
+                full_duplex=host.full_duplex,
+                host_limit=host.memory_bytes,
+            )
+        )
+
+    def units(self, schedule: Schedule) -> Collection[tuple[int, int]]:
+        return schedule.offloaded
+
+    def flags(self, row: PlanRow) -> list[str]:
+        return ["--pipeline-offload auto"] if self.is_in(row) else []
+
+    def as_json(self, row: Prediction) -> dict[str, Any]:
+        return {"offloaded": self.share(row), "host_bytes": _host_bytes(row)}
+
+    def done(self, row: Prediction) -> str:
+        return f"offloads {self.share(row):.0%} to the host ({gib(_host_bytes(row))} of each rank)"
+
+    def asked(self, arguments: argparse.Namespace, device: DeviceConfig) -> PlanOffload:
+        if arguments.pipeline_offload != "auto":
+            return self
+        if device.host is None:
+            raise UsageError(
+                f"--pipeline-offload auto: the description of {device.name} has no host: give "
+                "--pipeline-offload off, or a device that has one, such as --device a100_80gb_sxm"
+            )
+        return replace(self, choice="auto")
+
+
+def _host_bytes(row: Prediction) -> float:
+    """Return the most bytes that the host holds of the activations of any rank."""
+    return 0.0 if row.timeline is None else max(row.timeline.peak_host)
