@@ -6,11 +6,12 @@ The memory is that of the worst rank, part by part, from the passes that it runs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 from megatron_zb import schedules
 from megatron_zb.plan.byte_counts import FOR_WEIGHT, ActivationBytes
+from megatron_zb.plan.features.catalog import with_features
 from megatron_zb.plan.rows import Prediction, RankMemory
 from megatron_zb.plan.slices import unrolled
 from megatron_zb.plan.stages import StageWorkload
@@ -168,11 +169,7 @@ class Ordered:
             bubble = 1 - running / seconds
         return Prediction(
             candidate=candidate.name,
-            runs=replace(
-                candidate,
-                vocabulary_parallel=staged.vocabulary_parallel,
-                overlaps_all_to_all=staged.overlaps_all_to_all,
-            ),
+            runs=with_features(candidate, staged.features),
             load=staged.load,
             num_microbatches=m,
             chunks=self.chunks,
@@ -270,10 +267,10 @@ def predict(
 def _running(staged: StageWorkload, timeline: Timeline) -> float:
     """Return the seconds in which a rank, on average, runs passes of a timeline.
 
-    A pair counts once, with the all-to-all that it does not hide; recomputation also counts; a
-    message that stops a rank is no pass.
+    A pair counts once, with what it does not hide; recomputation also counts; a message that stops
+    a rank is no pass.
     """
-    if staged.overlaps_all_to_all or any(it.changes_work for it in staged.features):
+    if any(it.changes_work for it in staged.features):
         return (1 - timeline.bubble_rate) * timeline.makespan
     schedule, p = timeline.schedule, staged.placement.pipeline_size
     work = sum(staged.rank_work(r).total for r in range(p)) / p

@@ -149,7 +149,6 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
         choices=_choices(arguments, model, device, flags),
         post_validation=arguments.post_validation,
         snapshot=arguments.snapshot,
-        vocabulary=arguments.vocabulary or "auto",
         features=tuple(feature.asked(arguments, device) for feature in FEATURES),
         frozen=arguments.lora is not None,
     )

@@ -46,16 +46,6 @@ class PlanRow:
         return self.candidate in MEGATRON_OWN
 
     @property
-    def vocabulary_parallel(self) -> bool:
-        """Whether output layer and embedding are vocabulary parallel over all ranks."""
-        return self.runs.vocabulary_parallel
-
-    @property
-    def overlaps_all_to_all(self) -> bool:
-        """Whether pairs hide the expert all-to-all."""
-        return self.runs.overlaps_all_to_all
-
-    @property
     def schedule(self) -> Schedule | None:
         """Schedule of the timeline."""
         return None if self.timeline is None else self.timeline.schedule
@@ -159,3 +149,8 @@ class Prediction(PlanRow):
         flops *= 2 / 3 if self.load.frozen else 1
         flops += CountedEncoder(self.load).flops(self.tokens / self.load.sequence)
         return flops / self.seconds / self.gpus / self.load.rate.peak
+
+
+def fastest(*rows: Prediction | None) -> Prediction | None:
+    """Return the row of the most tokens per second, the first of several; None if there is none."""
+    return max(filter(None, rows), key=lambda row: row.tokens_per_gpu, default=None)

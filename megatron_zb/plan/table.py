@@ -15,7 +15,6 @@ from megatron_zb.plan.features.catalog import FEATURES
 from megatron_zb.plan.operators import modules_of
 from megatron_zb.plan.prediction import overheads
 from megatron_zb.plan.reasons import (
-    freed_gain,
     gain,
     is_named_too,
     margin,
@@ -24,8 +23,7 @@ from megatron_zb.plan.reasons import (
     reason,
     recommendation,
     recommended,
-    vocabulary,
-    vocabulary_parallel_gain,
+    sentences,
     worth,
 )
 from megatron_zb.plan.rows import PlanRow, Prediction, RankMemory
@@ -125,11 +123,7 @@ def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -
     out = [] if row.megatron else [f"--pipeline-schedule {row.family}"]
     if row.slicing is not None:
         out.append(f"--pipeline-slices {row.slicing}")
-    if row.vocabulary_parallel:
-        out.append("--pipeline-vocabulary on")
     out += chain.from_iterable(feature.flags(row) for feature in FEATURES)
-    if row.overlaps_all_to_all:
-        out.append("--overlap-moe-expert-parallel-comm")
     chunks = row.chunks
     if row.family == "auto" and row.schedule is not None:
         placement = row.schedule.placement  # bound, so that a run has the predicted one
@@ -197,7 +191,7 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
     for name, why in plan.nothing_for.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
     no_given = of_given(plan) if plan.given is None else None
-    for said in filter(None, (no_given, vocabulary(plan), freed_gain(plan))):
+    for said in filter(None, (no_given, *sentences(plan).values())):
         console.print(Text(f" -  {said}"), highlight=False, soft_wrap=True)
     if (beside := _overheads(plan.ranked[0])) is not None:
         console.print(Text(f" -  {beside}"), highlight=False, soft_wrap=True)
@@ -271,19 +265,19 @@ def _speed(plan: Plan, shown: list[tuple[int, int]]) -> Table:
     table.add_column("schedule", no_wrap=True)
     table.add_column("setting")
     rows, given = _rows(plan, shown), plan.given
-    has_sharded = any(row.vocabulary_parallel for _, row in rows)
+    more = [it for it in plan.job.features if any(it.cell(plan, row) for _, row in rows)]
     of_given = ["gain"] if given is not None else []
-    for title in ("tok/s/GPU", *of_given, "MFU", "bubble", "GiB", *["cut"] * has_sharded):
+    for title in ("tok/s/GPU", *of_given, "MFU", "bubble", "GiB", *(it.mark for it in more)):
         table.add_column(title, justify="right", no_wrap=True)
     for place, row in rows:
-        more = gain(plan, row)
+        lead = gain(plan, row)
         cells = [
             f"{row.tokens_per_gpu:.0f}",
-            *([] if more is None else ["" if row is given else f"{more:+.1%}"]),
+            *([] if lead is None else ["" if row is given else f"{lead:+.1%}"]),
             f"{row.mfu:.1%}",
             f"{row.bubble:.1%}",
             f"{row.memory.total / GIB:.1f}",
-            *[_percent_gain(plan, row)] * has_sharded,
+            *(feature.cell(plan, row) for feature in more),
         ]
         style = "bold" if place == "1" else None
         table.add_row(place, name_in(plan, row), setting_of(row), *cells, style=style)
@@ -298,12 +292,6 @@ def _rows(plan: Plan, shown: list[tuple[int, int]]) -> list[tuple[str, Predictio
     """Return the place of each row as text, and the row; the run as given comes first."""
     first = [] if plan.given is None else [(GIVEN, plan.given)]
     return [*first, *((str(place), plan.ranked[index]) for place, index in shown)]
-
-
-def _percent_gain(plan: Plan, row: Prediction) -> str:
-    """Return the percentage that vocabulary parallelism adds to a row's tokens per second."""
-    gain = vocabulary_parallel_gain(plan, row)
-    return "" if not row.vocabulary_parallel else "yes" if gain is None else f"{gain:+.1%}"
 
 
 def _memory(plan: Plan, shown: list[tuple[int, int]]) -> Table:
@@ -332,11 +320,10 @@ def name_in(plan: Plan, row: Prediction) -> str:
 
 
 def setting_of(row: Prediction) -> str:
-    """Return the strategy as text, marked: uneven layers, vocabulary parallelism, pairs, states."""
-    uneven, cut = "" if row.has_by_default else " uneven", " cut" if row.vocabulary_parallel else ""
-    pairs = " pairs" if row.overlaps_all_to_all else ""
+    """Return the strategy as text, with marks of uneven layers and of features."""
+    uneven = "" if row.has_by_default else " uneven"
     marks = "".join(f" {feature.mark}" for feature in FEATURES if feature.is_in(row))
-    return f"{row.load.strategy}{uneven}{cut}{pairs}{marks}"
+    return f"{row.load.strategy}{uneven}{marks}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -360,8 +347,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "recommendation": recommendation(plan),
         "worth": worth(plan),
         "margin": margin(plan),
-        "vocabulary": vocabulary(plan),
-        "activation_states": freed_gain(plan),
+        **sentences(plan),
         "settings": plan.settings,
         "simulated": plan.simulated,
     }
@@ -390,10 +376,7 @@ def _row(plan: Plan, row: Prediction) -> dict[str, Any]:
         "recompute": strategy.recompute,
         "layout": layout.text(layout.lettered(row.layout)),
         **_slices(row, asked=plan.job.has_slices),
-        "vocabulary": "on" if row.vocabulary_parallel else "off",
-        "gain_of_cut": vocabulary_parallel_gain(plan, row),
-        "overlaps_all_to_all": row.overlaps_all_to_all,
-        **{key: of for it in plan.job.features for key, of in it.as_json(row).items()},
+        **{key: of for it in plan.job.features for key, of in it.as_json(plan, row).items()},
         "seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_gpu,
         "mfu": row.mfu,

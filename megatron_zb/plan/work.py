@@ -504,6 +504,11 @@ class Workload:
         return PassSeconds(forward, backward)
 
     @property
+    def ranks_in_node(self) -> int:
+        """Pipeline ranks that share a node."""
+        return max(1, self.device.node.gpus // self.strategy.model_ranks)
+
+    @property
     def _context_link(self) -> Link:
         """Link between context-parallel ranks."""
         links = self.device.collectives

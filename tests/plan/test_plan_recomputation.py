@@ -70,7 +70,7 @@ def test_what_offload_brings_is_told_beside_what_keeps_all() -> None:
     row, usual = offloaded.freed, offloaded.all_kept
     assert row is not None
     assert usual is not None
-    share, of_host = PlanOffload().as_json(row).values()
+    share, of_host = PlanOffload().as_json(offloaded, row).values()
     assert share > 0
     assert row.memory.total <= 6.2 * GIB
     said = as_json(offloaded)["activation_states"]

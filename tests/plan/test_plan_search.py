@@ -13,7 +13,7 @@ from typing import Any
 import auto_plans
 import pytest
 from brief_searches import briefly
-from small_models import ROOT, SMALL, a100, load, small
+from small_models import ROOT, SMALL, WHOLE, a100, load, small
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
@@ -65,13 +65,17 @@ def test_megatrons_own_always_stand_in_the_table() -> None:
 
 def test_progress_has_a_name_and_how_much_is_done() -> None:
     told: list[tuple[str, int, int]] = []
-    search(job(vocabulary="off"), candidates_of(["zb-h1"]), watch=lambda *each: told.append(each))
+    search(
+        job(features=WHOLE),
+        candidates_of(["zb-h1"]),
+        watch=lambda *each: told.append(each),
+    )
     names = ["no pipeline", MEGATRON_1F1B, MEGATRON_INTERLEAVED, "zb-h1", "zb-h1", ""]
     assert told == [(name, min(done, 4), 4) for done, name in enumerate(names)]
 
 
 def test_a_row_in_json_has_all_that_was_chosen_and_predicted() -> None:
-    rows = table.as_json(search(job(vocabulary="off"), candidates_of(["zb-h1"])))["ranked"]
+    rows = table.as_json(search(job(features=WHOLE), candidates_of(["zb-h1"])))["ranked"]
     assert {frozenset(row) for row in rows} == {
         frozenset(
             "schedule runs chunks tensor pipeline data context expert expert_tensor precision "

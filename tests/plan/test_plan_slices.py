@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from brief_searches import briefly
-from small_models import a100, load, small
+from small_models import WHOLE, a100, load, small
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
@@ -23,6 +23,7 @@ from megatron_zb.parsing import GIB
 from megatron_zb.plan import byte_counts
 from megatron_zb.plan.features.catalog import asking
 from megatron_zb.plan.features.recomputation import PlanRecomputation
+from megatron_zb.plan.features.vocabulary import CountedShard, PlanVocabulary
 from megatron_zb.plan.model_flags import model_flags
 from megatron_zb.plan.operators import attention_flops
 from megatron_zb.plan.prediction import (
@@ -49,7 +50,6 @@ from megatron_zb.plan.strategy import (
     strategies,
 )
 from megatron_zb.plan.table import as_json, flags
-from megatron_zb.plan.vocabulary import CountedShard
 from megatron_zb.schedules import PassKind
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.placement import v_shape
@@ -75,7 +75,8 @@ def cut(name: str, **strategy: Any) -> StageWorkload:
 def plan(
     gib_per_gpu: float, choices: Choices = ONE, batch: int = 4, vocabulary: str = "off"
 ) -> Plan:
-    job = PlanJob(LONG, a100(), 4, gib_per_gpu * GIB, batch, 32768, choices, vocabulary=vocabulary)
+    job = PlanJob(LONG, a100(), 4, gib_per_gpu * GIB, batch, 32768, choices)
+    job = replace(job, features=asking(PlanVocabulary(vocabulary)))
     candidates = with_slices(candidates_of(["zb-h1", "v-half"]), choices.slices, named=True)
     with briefly():
         return search(job, candidates, tries=2)
@@ -152,7 +153,7 @@ def test_what_slices_add_to_a_shard_is_what_a_hand_counts() -> None:
     assert cut_up.weight - whole.weight == pytest.approx(weight)
     assert cut_up.held == whole.held  # of a microbatch
     for is_last in (False, True):
-        assert cut_up.passing(is_last=is_last) == pytest.approx(whole.passing(is_last=is_last) / 8)
+        assert cut_up.logits(is_last=is_last) == pytest.approx(whole.logits(is_last=is_last) / 8)
     assert cut_up.crowding(3, 0) == pytest.approx(whole.crowding(3, 0))
 
 
@@ -160,7 +161,7 @@ def test_slices_are_planned_with_a_sharded_vocabulary() -> None:
     choices = replace(ONE, slices=(4,))
     rows = {row.candidate: row for row in plan(20, choices, vocabulary="on").ranked}
     row = rows["v-half sliced"]
-    assert row.vocabulary_parallel and row.slicing is not None and row.schedule is not None
+    assert row.runs.vocabulary_parallel and row.slicing is not None and row.schedule is not None
     kinds = {p.kind for rank in row.schedule.ranks for p in rank}
     assert {*map(PassKind, "OPVEG")} <= kinds
     given = " ".join(flags(row, 4)).split()
@@ -256,7 +257,7 @@ def test_few_settings_that_cannot_fit_are_built(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("megatron_zb.plan.search._Looking._simulated", fits_not)
     monkeypatch.setattr("megatron_zb.plan.search._BUILT", 1)
-    job = PlanJob(LONG, a100(), 4, 80 * GIB, 4, 32768, ONE, vocabulary="off")
+    job = PlanJob(LONG, a100(), 4, 80 * GIB, 4, 32768, ONE, features=WHOLE)
     found = _Looking(CountedSettings.of(job), 2).at(of("zb-h1"))
     assert found.settings > len({str(tried.setting) for tried in found.tried}) == 1
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_models import WHOLE
 
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
@@ -41,7 +42,7 @@ def plan_of(sequence: int, data: int = 1) -> Plan:
         global_batch=8 * data,
         sequence=sequence,
         choices=Choices(tensor=(2,), pipeline=(4,)),
-        vocabulary="off",
+        features=WHOLE,
     )
     return search(job.of_single_samples(sequence), candidates_of(["v-half", "zb-h1"]))
 

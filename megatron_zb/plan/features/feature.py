@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
+from megatron_zb.measured.fit import Fit, Variant
+from megatron_zb.measured.profile import Profile
 from megatron_zb.plan.byte_counts import ActivationBytes
 from megatron_zb.plan.device import DeviceConfig
+from megatron_zb.plan.ends import WholeEnds
 from megatron_zb.plan.rows import PlanRow, Prediction
+from megatron_zb.plan.strategy import ScheduleCandidate
 from megatron_zb.plan.work import Workload
 from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.layout import Layout
@@ -37,6 +41,66 @@ class CutWorkload:
         return tuple(out)
 
 
+class PlanRequest(Protocol):
+    """A request of a plan, as features and every search read it.
+
+    ``profile`` is that of a measured run, None where costs are counted.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def features(self) -> tuple[PlanFeature, ...]: ...
+    @property
+    def frozen(self) -> bool: ...
+    @property
+    def post_validation(self) -> bool: ...
+    @property
+    def profile(self) -> Profile | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedRows:
+    """The best setting of each schedule, fastest first.
+
+    Attributes:
+        ranked: the rows of a plan.
+        replaced: for each row with a feature that took the place of another, that other one.
+        best_with: the best row with each kind of feature, in the table or not.
+    """
+
+    ranked: tuple[Prediction, ...]
+    replaced: dict[str, Prediction] = field(default_factory=dict)
+    best_with: dict[type[PlanFeature], Prediction] = field(default_factory=dict)
+
+
+WORTH_A_CHANGE = 0.01  # of the tokens per second; predictions are not better than that
+
+
+@dataclass
+class Ranking:
+    """The best row of each schedule so far by its name, or why there is none."""
+
+    best: dict[str, Prediction] = field(default_factory=dict)
+    nothing: dict[str, str] = field(default_factory=dict)
+    replaced: dict[str, Prediction] = field(default_factory=dict)
+
+    def take_if_faster(self, name: str, row: Prediction) -> None:
+        """Let a row take the place of a slower one, or of none that fits."""
+        before = self.best.get(name)
+        known = name in self.best or name in self.nothing
+        if known and (before is None or row.tokens_per_gpu > before.tokens_per_gpu):
+            self.best[name] = replace(row, candidate=name)
+            self.nothing.pop(name, None)
+
+    def replace(self, name: str, row: Prediction) -> None:
+        """Let a row take the place of another, and keep that."""
+        if name in self.best:
+            self.replaced[name] = self.best[name]
+        self.best[name] = replace(row, candidate=name)
+        self.nothing.pop(name, None)
+
+
 @dataclass(frozen=True)
 class PlanFeature:
     """Something that a schedule may have beside F, B and W: what it does to a plan.
@@ -48,19 +112,45 @@ class PlanFeature:
         choice: whether schedules have it: where that is faster (auto), all of them (on), none
             (off).
         changes_work: whether ranks run other passes than those of the workload by it.
+        hides: whether a part of the work may be hidden by it.
         mark: word in the setting of a row that has it.
     """
 
     choice: str = "off"
 
     changes_work: ClassVar[bool] = False
+    hides: ClassVar[bool] = False
     mark: ClassVar[str] = ""
+
+    # --- of the command line
+
+    def asked(
+        self: _Self, arguments: argparse.Namespace, device: DeviceConfig | None = None
+    ) -> _Self:
+        """Return it as the arguments request it; ``device`` is None for a measured run.
+
+        Raises:
+            UsageError: they do not go with the device.
+        """
+        return self
+
+    def given(self, args: argparse.Namespace, candidate: ScheduleCandidate) -> ScheduleCandidate:
+        """Return the schedule of a training, with the feature if its arguments have it."""
+        return candidate
 
     # --- in a setting
 
     def is_possible(self, load: Workload) -> bool:
         """Return whether a workload can have it."""
         return True
+
+    def ends(self, load: Workload) -> WholeEnds | None:
+        """Return the ends of the model, where it changes them."""
+        return None
+
+    def hidden(self, load: Workload, layer: int) -> float:
+        """Return the seconds of a layer, in F and as many in B, that may be hidden."""
+        return 0.0
 
     def costs(self, cut: CutWorkload, costs: Costs) -> Costs:
         """Return the costs of a workload with those of the feature."""
@@ -80,19 +170,84 @@ class PlanFeature:
         """Return the flags for it, each with its value, if a row has it."""
         return []
 
-    def as_json(self, row: Prediction) -> dict[str, Any]:
+    def as_json(self, rows: RankedRows, row: Prediction) -> dict[str, Any]:
         """Return what JSON has of it in a row."""
         return {}
 
-    # --- of the command line
+    def cell(self, rows: RankedRows, row: Prediction) -> str:
+        """Return what the column of its mark has in a row; a table has it if any row has some."""
+        return ""
 
-    def asked(self: _Self, arguments: argparse.Namespace, device: DeviceConfig) -> _Self:
-        """Return it as the arguments request it.
+    # --- of the whole plan
 
-        Raises:
-            UsageError: they do not go with the device.
+    def said(self, job: PlanRequest, rows: RankedRows) -> dict[str, str]:
+        """Return a sentence on what it brings, by its name in JSON."""
+        return {}
+
+
+class VariantFeature(PlanFeature):
+    """A feature that the fastest schedules are tried with once all have been looked at.
+
+    Attributes:
+        words: what the progress of the search calls it.
+        field: name of the field of a schedule's :class:`Variant` that has it.
+        own: the schedule of Megatron that has it.
+        refusal: error where all schedules are to have it, and a model (name) cannot (why).
+    """
+
+    words: ClassVar[str]
+    field: ClassVar[str]
+    own: ClassVar[ScheduleCandidate | None] = None
+    refusal: ClassVar[str] = ""
+
+    def in_variant(self, variant: Variant) -> bool:
+        """Return whether a schedule has it."""
+        return bool(getattr(variant, self.field))
+
+    def set_in(self, candidate: ScheduleCandidate, on: bool = True) -> ScheduleCandidate:
+        """Return a schedule with the feature, or without."""
+        changed: dict[str, Any] = {self.field: on}
+        return replace(candidate, **changed)
+
+    def is_in(self, row: PlanRow) -> bool:
+        return self.in_variant(row.runs)
+
+    def as_json(self, rows: RankedRows, row: Prediction) -> dict[str, Any]:
+        return {self.field: self.is_in(row)}
+
+    def why_not(self, job: PlanRequest) -> str | None:
+        """Return why no setting of a job can have it, None if one can."""
+        return None
+
+    def is_able(self, candidate: ScheduleCandidate) -> bool:
+        """Return whether a schedule of this package is tried with it."""
+        return True
+
+    def is_used(self, schedule: Schedule | None) -> bool:
+        """Return whether a schedule that was built for it has it."""
+        return True
+
+    def floor(self, reached: Sequence[float]) -> float:
+        """Return the tokens per second and GPU below which a row is not worth a simulation.
+
+        ``reached`` are those of the rows without it.
         """
-        return self
+        return 0.0
+
+    def take(
+        self, ranking: Ranking, found: Iterator[tuple[str, Prediction | None]], floor: float
+    ) -> None:
+        """Let rows with it take the place of those without.
+
+        Args:
+            ranking: the rows so far.
+            found: names of schedules with their rows, None where none fits.
+            floor: as from :meth:`floor`.
+        """
+
+    def costs_of_a_run(self, costs: Costs, fit: Fit) -> Costs:
+        """Return costs with those of the feature by which a run builds a named schedule."""
+        return costs
 
 
 class FreedActivations(PlanFeature):

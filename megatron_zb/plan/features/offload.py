@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import gib
 from megatron_zb.plan.device import DeviceConfig
-from megatron_zb.plan.features.feature import CutWorkload, FreedActivations
+from megatron_zb.plan.features.feature import CutWorkload, FreedActivations, RankedRows
 from megatron_zb.plan.rows import PlanRow, Prediction
 from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.features.offload import Offload
@@ -39,15 +39,18 @@ class PlanOffload(FreedActivations):
     def flags(self, row: PlanRow) -> list[str]:
         return ["--pipeline-offload auto"] if self.is_in(row) else []
 
-    def as_json(self, row: Prediction) -> dict[str, Any]:
+    def as_json(self, rows: RankedRows, row: Prediction) -> dict[str, Any]:
         return {"offloaded": self.share(row), "host_bytes": _host_bytes(row)}
 
     def done(self, row: Prediction) -> str:
         return f"offloads {self.share(row):.0%} to the host ({gib(_host_bytes(row))} of each rank)"
 
-    def asked(self, arguments: argparse.Namespace, device: DeviceConfig) -> PlanOffload:
+    def asked(
+        self, arguments: argparse.Namespace, device: DeviceConfig | None = None
+    ) -> PlanOffload:
         if arguments.pipeline_offload != "auto":
             return self
+        assert device is not None  # such arguments are refused beside a profile
         if device.host is None:
             raise UsageError(
                 f"--pipeline-offload auto: the description of {device.name} has no host: give "

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from megatron_zb.plan.byte_counts import ActivationBytes
 from megatron_zb.plan.device import DeviceConfig
-from megatron_zb.plan.features.feature import CutWorkload, FreedActivations
+from megatron_zb.plan.features.feature import CutWorkload, FreedActivations, RankedRows
 from megatron_zb.plan.rows import PlanRow, Prediction
 from megatron_zb.plan.work import Workload
 from megatron_zb.schedules import Costs, Schedule
@@ -39,11 +39,13 @@ class PlanRecomputation(FreedActivations):
     def flags(self, row: PlanRow) -> list[str]:
         return ["--pipeline-recompute auto"] if self.is_in(row) else []
 
-    def as_json(self, row: Prediction) -> dict[str, Any]:
+    def as_json(self, rows: RankedRows, row: Prediction) -> dict[str, Any]:
         return {"recomputed": self.share(row)}
 
     def done(self, row: Prediction) -> str:
         return f"recomputes {self.share(row):.0%} of its activations"
 
-    def asked(self, arguments: argparse.Namespace, device: DeviceConfig) -> PlanRecomputation:
+    def asked(
+        self, arguments: argparse.Namespace, device: DeviceConfig | None = None
+    ) -> PlanRecomputation:
         return replace(self, choice="auto" if arguments.pipeline_recompute == "auto" else "off")
