@@ -23,16 +23,17 @@ from rich.table import Table
 from megatron_zb.measured.config import builtin_folder
 from megatron_zb.parsing import GIB
 from megatron_zb.plan.device import read_device
+from megatron_zb.plan.features.pairs import PlanPairs
 from megatron_zb.plan.model import read_model
 from megatron_zb.plan.prediction import IterationSettings, predict
 from megatron_zb.plan.stages import StageWorkload, cut_into_stages
-from megatron_zb.plan.strategy import ScheduleCandidate, Strategy, of_overlap
+from megatron_zb.plan.strategy import ScheduleCandidate, Strategy
 from megatron_zb.plan.work import Workload
 
 RANKS, DATA, SEQUENCE = 8, 32, 4096
 MODELS = ("deepseek_v3_like", "qwen3_235b_a22b")
 SCHEDULES = (
-    (of_overlap(), 2),
+    (PlanPairs.own, 2),
     (ScheduleCandidate("v-zb", "v-zb", overlaps_all_to_all=True), 2),
     (ScheduleCandidate("v-half", "v-half", overlaps_all_to_all=True), 2),
 )

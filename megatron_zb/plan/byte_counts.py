@@ -100,7 +100,7 @@ def layer_held(load: Workload, index: int) -> ActivationBytes:
         everything -= hidden + sum(one.inputs + one.sent for one in operators)
         needed /= 2
     for_weight = 0.0 if load.frozen else needed * share
-    if load.strategy.recompute == "full":
+    if load.strategy.drops_all:
         kept = 2 * load.model.message_width * load.kept_tokens
         if load.strategy.slices > 1 and model.attends(index):  # slices behind it read them
             kept += keys_and_values(load)
@@ -177,12 +177,17 @@ def message_buffers(load: Workload, chunks: int) -> float:
 
 
 def rank_states(
-    load: Workload, layers: Sequence[int], embedding: bool, output: bool, *, sharded: bool = False
+    load: Workload,
+    layers: Sequence[int],
+    embedding: bool,
+    output: bool,
+    *,
+    ends_apart: bool = False,
 ) -> StateBytes:
     """Count the states of a rank with these layers; the optimizer is distributed over data ranks.
 
     In fp8, a layer's weights keep two more bytes: themselves and their transpose in 8 bits. Frozen
-    weights have no gradient and no optimizer state. Where both ends are ``sharded``, they are left
+    weights have no gradient and no optimizer state. Ends that are apart from the stages are left
     out.
     """
     model, strategy = load.model, load.strategy
@@ -194,7 +199,7 @@ def rank_states(
     ends = 1 if embedding and output and model.tied_embeddings else embedding + output
     if output and model.prediction_layers and not model.tied_embeddings and not embedding:
         ends += 1
-    ends_here = (0 if sharded else ends) * model.hidden_size * model.vocabulary / strategy.tensor
+    ends_here = (0 if ends_apart else ends) * model.hidden_size * model.vocabulary / strategy.tensor
     here = in_layers + ends_here
     optimized = (here - routed_here) / strategy.replicas + routed_here / strategy.expert_replicas
     weights = WEIGHT * here + (0 if strategy.precision == "bf16" else FP8_COPIES * in_layers)

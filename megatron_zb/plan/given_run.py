@@ -20,7 +20,6 @@ from megatron_zb.plan.strategy import (
     candidates_of,
     no_strategy_message,
     of_family,
-    sliced,
     strategies,
 )
 from megatron_zb.plan.work import Workload
@@ -122,14 +121,13 @@ def _strategy(
         overlap=bool(args.overlap_grad_reduce and args.overlap_param_gather),
         sequence_parallel=bool(args.sequence_parallel) and tensor > 1,
     )
-    cut = 1 if args.pipeline_slices is None else args.pipeline_slices.slices
-    exactly = replace(exactly, slices=(cut,), slice_tokens=1)
-    found = strategies(model, device, *job, exactly)
-    able = (one for one in found if one.slices == cut and not one.by_time)
-    strategy = next(able, None)
-    if strategy is None:
-        raise UsageError(no_strategy_message(model, device, *job, exactly))
-    return strategy
+    for strategy in strategies(model, device, *job, exactly):
+        found: Strategy | None = strategy
+        for feature in FEATURES:
+            found = found and feature.given_strategy(args, found, model.sequence_length)
+        if found is not None:
+            return found
+    raise UsageError(no_strategy_message(model, device, *job, exactly))
 
 
 def _schedule(
@@ -143,8 +141,6 @@ def _schedule(
         found = of_family(args.pipeline_schedule)
         if found.takes_the_best:
             raise UsageError(f"--pipeline-schedule {args.pipeline_schedule} has its own row")
-        if args.pipeline_slices is not None:
-            (found,) = sliced([found], named=True) or [found]
         return _with_features(args, found), (chunks or 2) if found.takes_chunks else None
     one, interleaved = candidates_of((), overlap=bool(args.overlap_p2p_comm))[:2]
     return (one, None) if (chunks or 1) == 1 else (_with_features(args, interleaved), chunks)

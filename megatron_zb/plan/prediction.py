@@ -13,7 +13,6 @@ from megatron_zb import schedules
 from megatron_zb.plan.byte_counts import FOR_WEIGHT, ActivationBytes
 from megatron_zb.plan.features.catalog import with_features
 from megatron_zb.plan.rows import Prediction, RankMemory
-from megatron_zb.plan.slices import unrolled
 from megatron_zb.plan.stages import StageWorkload
 from megatron_zb.plan.step import by_timeline
 from megatron_zb.plan.strategy import ScheduleCandidate
@@ -34,10 +33,8 @@ def worst_rank(staged: StageWorkload, schedule: Schedule, *, snapshot: bool) -> 
     ``snapshot`` keeps a copy of the optimizer's state, with which a step can be taken back.
     """
     ranks = range(staged.placement.pipeline_size)
-    passes: Sequence[Sequence[Pass]] = schedule.ranks
-    if (slicing := staged.slicing) is not None:
-        passes = [[*unrolled(rank, slicing)] for rank in passes]
-    peaks = [peak_of(passes[r], staged.held_by_slices) for r in ranks]
+    passes = map(staged.units.passes, schedule.ranks)
+    peaks = [peak_of(rank, staged.held_by_units) for rank in passes]
     return max(
         (_of_rank(staged, r, *peaks[r], snapshot=snapshot) for r in ranks), key=lambda m: m.total
     )
@@ -61,7 +58,7 @@ def _of_rank(
         weights=states.weights,
         gradients=states.gradients,
         optimizer=states.optimizer,
-        activations=activations + staged.prefix(rank),
+        activations=activations + staged.kept(rank),
         weight_queue=queue,
         logits=staged.logits(rank),
         messages=staged.messages(rank),
@@ -226,7 +223,7 @@ def ordered(
     Raises:
         UsageError: the schedule cannot be built within the memory.
     """
-    costs, slicing = staged.costs(blocking=candidate.blocking), staged.slicing
+    costs, units = staged.costs(blocking=candidate.blocking), staged.units
 
     def by_name(costs: Costs, num_microbatches: int) -> Schedule:
         return schedules.build(
@@ -236,21 +233,21 @@ def ordered(
             costs=costs,
             chunks=chunks,
             back_to_back=iteration.back_to_back and iteration.post_validation,
-            slices=slicing or 1,
+            slices=units.cut,
         )
 
     build, schedule = build or by_name, None
     m = iteration.num_microbatches
     enough = _filling(staged) * (_MORE_TURNS if staged.frees_activations else _TURNS)
     if staged.placement.pipeline_size > 1:
-        passes = 3 * m * staged.load.strategy.slices * staged.placement.num_stages
+        passes = 3 * m * units.count * staged.placement.num_stages
         schedule = build(costs, m if passes <= _MOST_PASSES or m <= enough else enough)
     return Ordered(staged, candidate, iteration, chunks, schedule, costs, build)
 
 
 def _filling(staged: StageWorkload) -> int:
     """Return the least microbatches of whose units each rank can run one at a time."""
-    return -(-staged.placement.pipeline_size // staged.load.strategy.slices)
+    return -(-staged.placement.pipeline_size // staged.units.count)
 
 
 def predict(

@@ -67,7 +67,7 @@ def is_named_too(plan: Plan, row: Prediction) -> bool:
 
 def named_as(row: Prediction) -> str:
     """Return the name of the schedule that a row of ``auto`` runs."""
-    return row.family if row.slicing is None else f"{row.family} sliced"
+    return row.candidate.replace(AUTO, row.family, 1)
 
 
 def margin(plan: Plan) -> str:
@@ -170,9 +170,8 @@ def _instead_of_given(plan: Plan, given: Prediction) -> str:
 
 
 def _said(row: Prediction) -> str:
-    flags = [f"--pipeline-slices {row.slicing}"] if row.slicing is not None else []
-    for feature in FEATURES:
-        flags += [] if isinstance(feature, FreedActivations) else feature.flags(row)
+    told = (it for it in FEATURES if not isinstance(it, FreedActivations))
+    flags = [flag for feature in told for flag in feature.flags(row)]
     return f"{row.family} with {' and '.join(flags)}" if flags else row.family
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from megatron_zb.plan.encoder import CountedEncoder
@@ -10,7 +9,6 @@ from megatron_zb.plan.operators import model_flops
 from megatron_zb.plan.strategy import MEGATRON_OWN, ScheduleCandidate
 from megatron_zb.plan.work import Workload
 from megatron_zb.schedules import Costs, Schedule
-from megatron_zb.schedules.features.slices import Slicing, slicing_of
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.simulator import Timeline
 
@@ -49,17 +47,6 @@ class PlanRow:
     def schedule(self) -> Schedule | None:
         """Schedule of the timeline."""
         return None if self.timeline is None else self.timeline.schedule
-
-    def share(self, units: Collection[tuple[int, int]]) -> float:
-        """Return the share of the forwards that some units, each a stage and a microbatch, are."""
-        if self.schedule is None:
-            return 0.0
-        return len(units) / (self.schedule.num_microbatches * self.schedule.placement.num_stages)
-
-    @property
-    def slicing(self) -> Slicing | None:
-        """Token slices of every microbatch, None for whole ones."""
-        return None if self.schedule is None else slicing_of(self.schedule)
 
     @property
     def name(self) -> str:

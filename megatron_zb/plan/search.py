@@ -8,7 +8,7 @@ microbatch, recomputation, number of chunks and layout.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import filterfalse
@@ -17,7 +17,7 @@ from typing import TypeVar
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import gib
-from megatron_zb.plan.features.catalog import features_of, with_features
+from megatron_zb.plan.features.catalog import features_of, stands_apart, units_of, with_features
 from megatron_zb.plan.features.feature import (
     WORTH_A_CHANGE,
     PlanFeature,
@@ -34,7 +34,7 @@ from megatron_zb.plan.strategy import (
     NO_PIPELINE,
     ScheduleCandidate,
     Strategy,
-    with_those_of_auto,
+    candidates_of,
 )
 from megatron_zb.plan.work import Workload
 from megatron_zb.plan.workers import Each
@@ -45,7 +45,7 @@ from megatron_zb.schedules.placement import Placement
 MOST_VARIANTS = 3
 # Settings of each of them to simulate.
 _VARIANT_TRIES = 2
-# Most settings with slices to build for a schedule where none fits: each takes seconds.
+# Most settings of parts of microbatches to build where none fits: each takes seconds.
 _BUILT = 12
 # Skip settings whose rate by formula is below this share of the best simulated one.
 _HOPELESS = 0.97
@@ -92,7 +92,7 @@ class PlanSearch(ABC):
         Raises:
             UsageError: all schedules are to have a feature, and none can.
         """
-        everyone = [*self.own, *with_those_of_auto(chosen)]
+        everyone = [*self.own, *with_those_of_auto(chosen, self.request.features)]
         for feature in self.variants:
             if feature.choice == "on":
                 if (why := feature.why_not(self.request)) is not None:
@@ -134,6 +134,21 @@ class PlanSearch(ABC):
     @abstractmethod
     def take_the_best(self, candidate: ScheduleCandidate) -> None:
         """Add ``auto``: the best of all others, or what it finds by a search."""
+
+
+def with_those_of_auto(
+    chosen: Sequence[ScheduleCandidate], features: Sequence[PlanFeature]
+) -> list[ScheduleCandidate]:
+    """Return the chosen ones; with ``auto`` also the usual ones, of which it takes the best."""
+    others = [candidate for candidate in candidates_of(None) if not candidate.megatron]
+    found = list(chosen)
+    for candidate in chosen:
+        if candidate.takes_the_best:
+            with_it = [
+                it.of_these(others, named=False) for it in features if it.in_variant(candidate)
+            ]
+            found += next(iter(with_it), others)
+    return list(dict.fromkeys(found))
 
 
 # --- counted costs --------------------------------------------------------------------------------
@@ -284,7 +299,7 @@ class _Looking:
             reached = found.prediction.tokens_per_gpu * job.gpus if found.prediction else 0.0
             if fitting >= tries or setting.rate < _HOPELESS * reached:
                 break
-            if setting.candidate.is_sliced and len(found.tried) >= _BUILT:
+            if units_of(setting.load).count > 1 and len(found.tried) >= _BUILT:
                 break
             if setting.memory > SLACK * job.memory:
                 found.note(setting, setting.memory)
@@ -304,7 +319,8 @@ class _Looking:
         except UsageError:
             found.note(setting, setting.memory)
             return False
-        if not is_used(staged.features, order.schedule):
+        tried = (it for it in staged.features if isinstance(it, VariantFeature))
+        if not all(feature.is_used(order.schedule) for feature in tried):
             return False  # it is a row without the feature
         prediction = order.predicted() if order.memory.total <= job.memory else None
         found.tried.append(_Tried(setting, staged, prediction))
@@ -359,7 +375,7 @@ def _within(
             placement=staged.placement,
             back_to_back=job.back_to_back and job.post_validation,
             quick=True,
-            slices=staged.slicing or 1,
+            slices=staged.units.cut,
         )
 
     chunks = staged.placement.chunks
@@ -455,7 +471,7 @@ class _CountedSearch(PlanSearch):
             self.best_with[type(feature)] = best
 
     def try_variants(self, feature: VariantFeature, named: Sequence[ScheduleCandidate]) -> None:
-        whole = {name: row for name, row in self.ranking.best.items() if row.slicing is None}
+        whole = {name: row for name, row in self.ranking.best.items() if not stands_apart(row)}
         reached = [row.tokens_per_gpu for name, row in whole.items() if name in self.asked]
         floor = feature.floor(reached)
         feature.take(self.ranking, self._with(feature, named, floor), floor)
@@ -507,7 +523,7 @@ class _CountedSearch(PlanSearch):
 
         They are some that nearly fit, and some that fit only if activations are freed.
         """
-        if not self.job.freeing or features_of(candidate):  # refused
+        if not self.job.freeing or any(it.in_variant(candidate) for it in self.variants):  # refused
             return []
         near = [(staged, m) for _, staged, m in self._promising(candidate)]
         far = self.looking.settings.if_freed(candidate)
@@ -525,7 +541,7 @@ class _CountedSearch(PlanSearch):
     ) -> tuple[float, StageWorkload, int] | None:
         """Return a setting that may free activations, and its bound; None if it cannot."""
         features = tuple(it for it in self.job.freeing if it.is_possible(kept.load))
-        is_large = not candidate.is_sliced and m * kept.placement.num_stages > _MOST_FORWARDS
+        is_large = kept.units.count == 1 and m * kept.placement.num_stages > _MOST_FORWARDS
         if not features or is_large:
             return None
         staged = replace(kept, features=(*kept.features, *features))
@@ -543,8 +559,6 @@ class _CountedSearch(PlanSearch):
             if tried.staged.features != features_of(candidate):
                 continue
             of = tried.setting.candidate
-            if of.is_sliced is not candidate.is_sliced:
-                continue
             if not of.blocking:
                 found.append(tried.prediction)
             elif self.ranking.best[of.name] is tried.prediction:
@@ -556,27 +570,22 @@ class _CountedSearch(PlanSearch):
     def _promising(self, candidate: ScheduleCandidate) -> list[tuple[float, StageWorkload, int]]:
         """Return every setting once, with a bound on its tokens per second and GPU, best first.
 
-        Settings with slices are those of ``candidate`` with slices.
+        The search for an order with a feature that schedules are tried with is that of the named
+        schedules.
         """
+        own = tuple(it for it in features_of(candidate) if not isinstance(it, VariantFeature))
         seen: dict[
             tuple[Strategy, Placement, tuple[int, ...]], tuple[float, StageWorkload, int]
         ] = {}
         for tried in self.tried:
             staged = tried.staged
             key = (staged.load.strategy, staged.placement, staged.layout)
-            if staged.features:
-                continue  # the search for an order with features is that of the named schedules
-            if tried.setting.candidate.is_sliced is not candidate.is_sliced:
+            if staged.features != own:
                 continue
             if staged.placement.pipeline_size > 1 and key not in seen:
                 rate = self.job.optimistic(staged, tried.setting.m)
                 seen[key] = (rate, staged, tried.setting.m)
         return sorted(seen.values(), key=lambda entry: -entry[0])
-
-
-def is_used(features: Iterable[PlanFeature], schedule: Schedule | None) -> bool:
-    """Return whether a schedule that was built for features has them."""
-    return all(it.is_used(schedule) for it in features if isinstance(it, VariantFeature))
 
 
 def _describe_too_small(

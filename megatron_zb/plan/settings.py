@@ -17,12 +17,11 @@ from megatron_zb.plan.byte_counts import ActivationBytes, StateBytes
 from megatron_zb.plan.device import DeviceConfig
 from megatron_zb.plan.encoder import CountedEncoder
 from megatron_zb.plan.ends import WholeEnds
-from megatron_zb.plan.features.catalog import FEATURES, features_of
+from megatron_zb.plan.features.catalog import FEATURES, features_of, units_of
 from megatron_zb.plan.features.feature import FreedActivations, PlanFeature
 from megatron_zb.plan.given_run import GivenRun
 from megatron_zb.plan.model import ModelConfig
 from megatron_zb.plan.prediction import IterationSettings
-from megatron_zb.plan.slices import are_long, prefix, why_not_sliced
 from megatron_zb.plan.stages import StageWorkload, average_layer, ends_of, worth_a_simulation
 from megatron_zb.plan.step import at_least, by_formula
 from megatron_zb.plan.strategy import (
@@ -32,6 +31,7 @@ from megatron_zb.plan.strategy import (
     no_strategy_message,
     strategies,
 )
+from megatron_zb.plan.units import WholeUnits
 from megatron_zb.plan.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, catalog
 from megatron_zb.schedules.bounds import Grain, lower_bound, period_bound
@@ -51,6 +51,11 @@ class EvenSplit:
     def ends(self) -> WholeEnds:
         """Embedding and output layer."""
         return ends_of(self.load, self.features)
+
+    @cached_property
+    def units(self) -> WholeUnits:
+        """Units that passes work on."""
+        return units_of(self.load)
 
     @cached_property
     def _middle(self) -> int:
@@ -108,7 +113,7 @@ class EvenSplit:
             range(layers - count, layers),
             embedding=True,
             output=False,
-            sharded=self.ends.are_apart,
+            ends_apart=self.ends.are_apart,
         )
         return states + self.ends.states
 
@@ -121,7 +126,7 @@ def estimated_seconds(
     if p == 1:
         return m * split.rank.total + by_formula(split.load, split.states, split.rank)
     placement = candidate.placement(p, chunks)
-    n = split.load.strategy.slices
+    n = split.units.count
     work, latency, v = split.rank_with(placement), split.load.latency(False), placement.chunks
     stages = split.of_stages(placement)
     if candidate.blocking:
@@ -138,13 +143,13 @@ def estimated_memory(
 ) -> float:
     """Estimate the bytes of the first rank, by the peak that the catalog promises."""
     p = split.load.strategy.pipeline
-    n = split.load.strategy.slices
-    peak = (_peak(candidate, p, m * n, chunks) + n - 1) / n  # all slices are held before B
+    n = split.units.count
+    peak = (_peak(candidate, p, m * n, chunks) + n - 1) / n  # all units are held before B
     peak = min(m, peak + split.ends.more_held / n)
     fixed = split.states.total + split.load.device.reserved_bytes
-    fixed += prefix(split.load, split.load.model.attending // p)
+    fixed += split.units.kept(split.load.model.attending // p)
     held = split.held.activation
-    if n > 1 and candidate.splits:  # orders of many slices take too long to try what cannot fit
+    if n > 1 and candidate.splits:  # orders of many units take too long to try what cannot fit
         held = max(held, split.held.for_weight)
     return fixed + peak * held
 
@@ -216,39 +221,19 @@ class PlanJob:
         of_kind = (it for it in self.features if isinstance(it, FreedActivations))
         return tuple(it for it in of_kind if it.choice != "off")
 
-    @property
-    def has_slices(self) -> bool:
-        """Whether microbatches may be cut into token slices."""
-        return max(self.choices.slices) > 1
-
-    def check_slices(self) -> None:
-        """Refuse token slices where no run of the model has them.
-
-        Raises:
-            UsageError: names the reason.
-        """
-        why = why_not_sliced(self.model, post_validation=self.post_validation)
-        if self.has_slices and why is not None:
-            flag = self.choices.flag("slices")
-            raise UsageError(f"{flag}: microbatches cannot be cut, because {why}: leave it out")
-
     def of_single_samples(self, tokens: int) -> PlanJob:
         """Return the job with microbatches of one sample that has ``tokens`` tokens."""
         return replace(self, sequence=tokens, choices=replace(self.choices, microbatch=(1,)))
 
     def optimistic(self, staged: StageWorkload, m: int) -> float:
         """Return the tokens per second and GPU that no order of passes exceeds in a setting."""
-        costs, slicing = staged.costs(blocking=False), staged.slicing
+        costs, units = staged.costs(blocking=False), staged.units
         left = [self.memory - fixed for fixed in costs.fixed]
         if min(left) <= 0:
             return 0.0
-        if slicing is None:
-            bound = period_bound if self.post_validation else lower_bound
-            seconds = bound(staged.placement, m, costs.for_placement(staged.placement), left)
-        else:
-            table = slicing.costs(costs, m).for_placement(staged.placement)
-            grain, units = Grain(slicing.slices), m * slicing.slices
-            seconds = lower_bound(staged.placement, units, table, left, grain)
+        table = units.costs(costs, m).for_placement(staged.placement)
+        bound = period_bound if self.post_validation else lower_bound
+        seconds = bound(staged.placement, m * units.count, table, left, Grain(units.count))
         seconds += at_least(staged, post_validation=self.post_validation)
         strategy = staged.load.strategy
         gpus = strategy.tensor * strategy.pipeline * strategy.data
@@ -265,10 +250,10 @@ class PlanJob:
         may do; None where nothing is left.
         """
         ranks = range(staged.placement.pipeline_size)
-        in_backward = max(held.in_backward for held in staged.held_by_slices)
+        in_backward = max(held.in_backward for held in staged.held_by_units)
         snapshots = [staged.states[r].optimizer if self.snapshot else 0.0 for r in ranks]
         left = min(self.memory - costs.fixed[r] - snapshots[r] for r in ranks) - in_backward - less
-        steps = 1000 if staged.frees_activations or staged.slicing else 100
+        steps = 1000 if staged.frees_activations or staged.units.count > 1 else 100
         limit = math.floor(steps * left / costs.one_f_one_b_peak()) / steps
         return min(limit, _MOST_FRACTION) if limit > 0 else None
 
@@ -313,22 +298,17 @@ class CountedSettings:
         Raises:
             UsageError: the sizes cannot be divided.
         """
-        job.check_slices()
+        for feature in job.features:
+            feature.check(job)
         sizes = job.model, job.device, job.gpus, job.global_batch, job.choices
-        loads = (
-            Workload(job.model, job.device, strategy, job.sequence, job.frozen)
-            for strategy in strategies(*sizes, job.sequence)
-        )
-        found = [load for load in loads if are_long(load, job.choices.slice_tokens)]
+        found: list[Workload] = []
+        for strategy in strategies(*sizes, job.sequence):
+            whole = Workload(job.model, job.device, strategy, job.sequence, job.frozen)
+            found += [whole, *(load for of in job.features for load in of.loads(whole))]
         if not found:
             raise UsageError(no_strategy_message(*sizes))
-        if job.has_slices and all(load.strategy.slices == 1 for load in found):
-            raise UsageError(
-                f"{job.choices.flag('slices')} {','.join(map(str, job.choices.slices))}: no sample "
-                f"of {job.sequence} tokens can be cut: slices need a pipeline, --precision bf16, "
-                f"and {job.choices.slice_tokens} tokens on every rank of tensor and context "
-                "parallelism: give fewer, or --slice-tokens"
-            )
+        for feature in job.features:
+            feature.check_loads(found)
         return cls(job, found)
 
     def have(self, feature: PlanFeature) -> bool:
@@ -370,7 +350,7 @@ class CountedSettings:
             for setting in self._of_split(split, of_v):
                 held = setting.memory - fixed
                 share = (setting.memory - self.job.memory) / held
-                if 0 < share < 1 and split.load.strategy.recompute != "full":
+                if 0 < share < 1 and not split.load.strategy.drops_all:
                     again = share * setting.m * split.rank.forward
                     found.append(replace(setting, seconds=setting.seconds + again))
         found.sort(key=lambda setting: -setting.rate)

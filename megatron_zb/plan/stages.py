@@ -11,13 +11,12 @@ from megatron_zb.plan import byte_counts
 from megatron_zb.plan.byte_counts import ActivationBytes, StateBytes
 from megatron_zb.plan.encoder import CountedEncoder
 from megatron_zb.plan.ends import WholeEnds
-from megatron_zb.plan.features.catalog import features_of, with_features
+from megatron_zb.plan.features.catalog import features_of, units_of, with_features
 from megatron_zb.plan.features.feature import CutWorkload, FreedActivations, PlanFeature
-from megatron_zb.plan.slices import held_by, prefix
 from megatron_zb.plan.strategy import ScheduleCandidate
+from megatron_zb.plan.units import WholeUnits
 from megatron_zb.plan.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, layout
-from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 
@@ -76,25 +75,22 @@ class StageWorkload(CutWorkload):
         out[-1] += self.ends.last_held
         return (*out, *self.ends.held_by_ranks)
 
-    @property
-    def slicing(self) -> Slicing | None:
-        """Token slices of every microbatch, None for whole ones."""
-        return self.load.slicing
+    @cached_property
+    def units(self) -> WholeUnits:
+        """Units that passes work on."""
+        return units_of(self.load)
 
     @cached_property
-    def held_by_slices(self) -> Sequence[ActivationBytes]:
-        """Bytes of each slice of a microbatch on each stage; of whole ones, :attr:`held`."""
-        held: Sequence[ActivationBytes] = self.held
-        if self.slicing is not None:
-            held = held_by(self.held, self.slicing)
-        for feature in self.features:
-            held = feature.held(self, held)
-        return held
+    def held_by_units(self) -> Sequence[ActivationBytes]:
+        """Bytes of each unit of a microbatch on each stage; of whole ones, :attr:`held`."""
+        message = self.load.message()
+        held = self.units.held(self.held)
+        return [replace(it, kept_input=min(message, it.activation)) for it in held]
 
-    def prefix(self, rank: int) -> float:
-        """Return the bytes of prefixes on a rank, beside activations."""
+    def kept(self, rank: int) -> float:
+        """Return the bytes that the units of a microbatch keep on a rank, beside activations."""
         layers = [i for s in self.placement.stages_of[rank] for i in self.layers_of[s]]
-        return prefix(self.load, sum(map(self.load.model.attends, layers)))
+        return self.units.kept(sum(map(self.load.model.attends, layers)))
 
     @cached_property
     def states(self) -> tuple[StateBytes, ...]:
@@ -116,7 +112,7 @@ class StageWorkload(CutWorkload):
             [i for s in stages for i in self.layers_of[s]],
             embedding=0 in stages,
             output=self.placement.num_stages - 1 in stages,
-            sharded=self.ends.are_apart,
+            ends_apart=self.ends.are_apart,
         )
         return found + CountedEncoder(self.load).states if 0 in stages else found
 
@@ -200,7 +196,7 @@ class StageWorkload(CutWorkload):
             self.states[rank].total
             + self.logits(rank)
             + self.messages(rank)
-            + self.prefix(rank)
+            + self.kept(rank)
             + self.load.device.reserved_bytes
         )
 

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_zb.parsing import GIB, gib
-from megatron_zb.plan.features.catalog import FEATURES
-from megatron_zb.plan.operators import modules_of
+from megatron_zb.plan.features.catalog import FEATURES, stands_apart
 from megatron_zb.plan.prediction import overheads
 from megatron_zb.plan.reasons import (
     gain,
@@ -37,15 +36,6 @@ from megatron_zb.schedules import layout
 WORTH_PAGE = "docs/worth_it.md"
 _CHUNKS, _LAYOUT = "--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout"
 _OF_STAGES = (_CHUNKS, _LAYOUT)
-_RECOMPUTE = {
-    "none": [],
-    "selective": ["--recompute-granularity selective"],  # of the attention scores
-    "full": [
-        "--recompute-granularity full",
-        "--recompute-method uniform",
-        "--recompute-num-layers 1",
-    ],
-}
 
 
 def flags(prediction: Prediction, global_batch: int) -> list[str]:
@@ -76,14 +66,8 @@ def flags(prediction: Prediction, global_batch: int) -> list[str]:
         out.append(f"--expert-model-parallel-size {strategy.expert}")
     if prediction.load.model.experts and strategy.expert_tensor != strategy.tensor:
         out.append(f"--expert-tensor-parallel-size {strategy.expert_tensor}")
-    return out + _recomputation(strategy.recompute) + _schedule(prediction)
-
-
-def _recomputation(recompute: str) -> list[str]:
-    if recompute in _RECOMPUTE:
-        return _RECOMPUTE[recompute]
-    modules = f"--recompute-modules {' '.join(modules_of(recompute))}"
-    return [*_RECOMPUTE["selective"], modules]
+    out += chain.from_iterable(feature.strategy_flags(strategy) for feature in FEATURES)
+    return out + _schedule(prediction)
 
 
 def _precision(strategy: Strategy) -> list[str]:
@@ -121,8 +105,6 @@ def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -
         multi_token: layers of multi-token prediction.
     """
     out = [] if row.megatron else [f"--pipeline-schedule {row.family}"]
-    if row.slicing is not None:
-        out.append(f"--pipeline-slices {row.slicing}")
     out += chain.from_iterable(feature.flags(row) for feature in FEATURES)
     chunks = row.chunks
     if row.family == "auto" and row.schedule is not None:
@@ -246,11 +228,11 @@ def places(plan: Plan) -> list[tuple[int, int]]:
 def _shown(plan: Plan, top: int) -> list[tuple[int, int]]:
     """Return the places and indices of the first rows.
 
-    Megatron's own stand in the table wherever they rank, and so does the first of whole ones, and
-    of those with slices.
+    Megatron's own stand in the table wherever they rank, and so does the first of whole
+    microbatches, and of parts of them.
     """
     rows = places(plan)
-    of_whole = [plan.ranked[index].slicing is None for _, index in rows]
+    of_whole = [not stands_apart(plan.ranked[index]) for _, index in rows]
     firsts = {of_whole.index(whole) for whole in set(of_whole)}
     return [
         (place, index)
@@ -322,7 +304,9 @@ def name_in(plan: Plan, row: Prediction) -> str:
 def setting_of(row: Prediction) -> str:
     """Return the strategy as text, with marks of uneven layers and of features."""
     uneven = "" if row.has_by_default else " uneven"
-    marks = "".join(f" {feature.mark}" for feature in FEATURES if feature.is_in(row))
+    marks = "".join(
+        f" {feature.mark}" for feature in FEATURES if feature.mark and feature.is_in(row)
+    )
     return f"{row.load.strategy}{uneven}{marks}"
 
 
@@ -375,7 +359,6 @@ def _row(plan: Plan, row: Prediction) -> dict[str, Any]:
         "num_microbatches": row.num_microbatches,
         "recompute": strategy.recompute,
         "layout": layout.text(layout.lettered(row.layout)),
-        **_slices(row, asked=plan.job.has_slices),
         **{key: of for it in plan.job.features for key, of in it.as_json(plan, row).items()},
         "seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_gpu,
@@ -386,9 +369,3 @@ def _row(plan: Plan, row: Prediction) -> dict[str, Any]:
         "memory": {"rank": row.memory.rank, "total": row.memory.total, **row.memory.parts()},
         "flags": flags(row, plan.job.global_batch),
     }
-
-
-def _slices(row: Prediction, *, asked: bool) -> dict[str, Any]:
-    """Return the number of slices and their tokens, where slices were requested."""
-    lengths = None if row.slicing is None else row.slicing.lengths
-    return {"slices": row.load.strategy.slices, "slice_tokens": lengths} if asked else {}

@@ -20,9 +20,10 @@ from megatron_zb.cli import main as cli
 from megatron_zb.parsing import GIB
 from megatron_zb.plan import cli as plan
 from megatron_zb.plan import table
+from megatron_zb.plan.features.catalog import FEATURES
 from megatron_zb.plan.prediction import IterationSettings, predict
 from megatron_zb.plan.reasons import reason, recommendation, recommended
-from megatron_zb.plan.search import Plan, search, searched_by_auto
+from megatron_zb.plan.search import Plan, search, searched_by_auto, with_those_of_auto
 from megatron_zb.plan.settings import PlanJob
 from megatron_zb.plan.stages import cut_into_stages
 from megatron_zb.plan.strategy import (
@@ -30,7 +31,6 @@ from megatron_zb.plan.strategy import (
     MEGATRON_INTERLEAVED,
     Choices,
     candidates_of,
-    with_those_of_auto,
 )
 from megatron_zb.plan.table import flags
 from megatron_zb.plan.workers import workers
@@ -111,7 +111,7 @@ def test_auto_is_never_behind_a_schedule_that_it_could_run() -> None:
 
 def test_auto_leaves_megatrons_own_as_they_were_asked_for() -> None:
     blocking = candidates_of(["auto"], overlap=False)
-    own = [candidate for candidate in with_those_of_auto(blocking) if candidate.megatron]
+    own = [candidate for candidate in with_those_of_auto(blocking, FEATURES) if candidate.megatron]
     assert own == blocking[:2]
 
 

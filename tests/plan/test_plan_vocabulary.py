@@ -254,7 +254,7 @@ def test_prediction_counts_for_one_more_output_layer_and_a_layer() -> None:
     assert predicted == pytest.approx(again.load.output().total - 2 * once.load.output().total)
     assert predicted > layer and again.layout[-1] < once.layout[-1]
     more, usual = (
-        byte_counts.rank_states(of.load, [0], False, True, sharded=True).weights
+        byte_counts.rank_states(of.load, [0], False, True, ends_apart=True).weights
         for of in (again, once)
     )
     hidden = again.load.model.hidden_size

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from megatron_zb.measured.fit import Fit, Variant
 from megatron_zb.measured.profile import Profile
-from megatron_zb.plan.byte_counts import ActivationBytes
 from megatron_zb.plan.device import DeviceConfig
 from megatron_zb.plan.ends import WholeEnds
+from megatron_zb.plan.model import ModelConfig
 from megatron_zb.plan.rows import PlanRow, Prediction
-from megatron_zb.plan.strategy import ScheduleCandidate
+from megatron_zb.plan.strategy import ScheduleCandidate, Strategy
+from megatron_zb.plan.units import WholeUnits
 from megatron_zb.plan.work import Workload
 from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 
 _Self = TypeVar("_Self", bound="PlanFeature")
+
+
+class Described(NamedTuple):
+    """What a plan is for, with the arguments of a training that gave some of its own, by name."""
+
+    model: ModelConfig
+    device: DeviceConfig
+    flags: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,13 @@ class PlanRequest(Protocol):
     def post_validation(self) -> bool: ...
     @property
     def profile(self) -> Profile | None: ...
+
+
+class CountedRequest(PlanRequest, Protocol):
+    """A request of a plan whose costs are counted."""
+
+    @property
+    def model(self) -> ModelConfig: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +129,11 @@ class PlanFeature:
             (off).
         changes_work: whether ranks run other passes than those of the workload by it.
         hides: whether a part of the work may be hidden by it.
+        stands_apart: whether passes work on parts of microbatches: rows of both kinds are shown,
+            and only those of whole ones are drawn.
+        argument: name of the argument of a plan that has the choice.
+        field: name of the field of a schedule that has it by itself.
+        flag: flag of a row that has it, with its value.
         mark: word in the setting of a row that has it.
     """
 
@@ -120,19 +141,42 @@ class PlanFeature:
 
     changes_work: ClassVar[bool] = False
     hides: ClassVar[bool] = False
+    stands_apart: ClassVar[bool] = False
+    argument: ClassVar[str] = ""
+    field: ClassVar[str] = ""
+    flag: ClassVar[str] = ""
     mark: ClassVar[str] = ""
 
     # --- of the command line
 
-    def asked(
-        self: _Self, arguments: argparse.Namespace, device: DeviceConfig | None = None
-    ) -> _Self:
-        """Return it as the arguments request it; ``device`` is None for a measured run.
+    def asked(self: _Self, arguments: argparse.Namespace, of: Described | None = None) -> _Self:
+        """Return it as the arguments request it; a measured run has no description.
 
         Raises:
-            UsageError: they do not go with the device.
+            UsageError: a value is wrong, or does not go with the device.
         """
-        return self
+        choice = getattr(arguments, self.argument) if self.argument else None
+        return self if choice is None else replace(self, choice=choice)
+
+    def check_lengths(self, arguments: argparse.Namespace) -> None:
+        """Raise an error if it does not go with sequences of unequal lengths."""
+
+    def check_training(self, args: argparse.Namespace, plans: argparse.Namespace | None) -> None:
+        """Raise an error if arguments of a training do not go with it; ``plans`` are the others."""
+
+    def read(self, given: argparse.Namespace) -> dict[str, tuple[str, str]]:
+        """Return the values, with their flags, that a training gives to arguments of the plan.
+
+        Raises:
+            UsageError: a plan does not count them.
+        """
+        return {}
+
+    def given_strategy(
+        self, args: argparse.Namespace, strategy: Strategy, sequence: int
+    ) -> Strategy | None:
+        """Return the strategy of a training with the feature, None if it cannot have it."""
+        return strategy
 
     def given(self, args: argparse.Namespace, candidate: ScheduleCandidate) -> ScheduleCandidate:
         """Return the schedule of a training, with the feature if its arguments have it."""
@@ -140,9 +184,37 @@ class PlanFeature:
 
     # --- in a setting
 
+    def check(self, job: CountedRequest) -> None:
+        """Raise an error if a job requests it and cannot have it."""
+
+    def check_loads(self, loads: Sequence[Workload]) -> None:
+        """Raise an error if it is requested, and none of the settings has it."""
+
+    def loads(self, load: Workload) -> Iterable[Workload]:
+        """Yield a workload in the ways that have it."""
+        return ()
+
+    def candidates(self, found: list[ScheduleCandidate], *, named: bool) -> list[ScheduleCandidate]:
+        """Return schedules with those that have it; ``named`` are those that the user names."""
+        return found
+
+    def of_these(
+        self, found: Iterable[ScheduleCandidate], *, named: bool
+    ) -> list[ScheduleCandidate]:
+        """Return those schedules that can have it by themselves, with it."""
+        return []
+
+    def in_variant(self, variant: Variant) -> bool:
+        """Return whether a schedule has it by itself."""
+        return bool(self.field) and bool(getattr(variant, self.field, False))
+
     def is_possible(self, load: Workload) -> bool:
         """Return whether a workload can have it."""
         return True
+
+    def units(self, load: Workload) -> WholeUnits | None:
+        """Return the units of passes, where it changes them."""
+        return None
 
     def ends(self, load: Workload) -> WholeEnds | None:
         """Return the ends of the model, where it changes them."""
@@ -156,19 +228,15 @@ class PlanFeature:
         """Return the costs of a workload with those of the feature."""
         return costs
 
-    def held(self, cut: CutWorkload, held: Sequence[ActivationBytes]) -> Sequence[ActivationBytes]:
-        """Return the bytes of each unit on each stage with those of the feature."""
-        return held
-
     # --- in a row
 
     def is_in(self, row: PlanRow) -> bool:
         """Return whether the schedule of a row has it."""
-        return False
+        return self.in_variant(row.runs)
 
     def flags(self, row: PlanRow) -> list[str]:
         """Return the flags for it, each with its value, if a row has it."""
-        return []
+        return [self.flag] if self.flag and self.is_in(row) else []
 
     def as_json(self, rows: RankedRows, row: Prediction) -> dict[str, Any]:
         """Return what JSON has of it in a row."""
@@ -177,6 +245,10 @@ class PlanFeature:
     def cell(self, rows: RankedRows, row: Prediction) -> str:
         """Return what the column of its mark has in a row; a table has it if any row has some."""
         return ""
+
+    def strategy_flags(self, strategy: Strategy) -> list[str]:
+        """Return the flags of Megatron's own for what a strategy has of it."""
+        return []
 
     # --- of the whole plan
 
@@ -190,27 +262,18 @@ class VariantFeature(PlanFeature):
 
     Attributes:
         words: what the progress of the search calls it.
-        field: name of the field of a schedule's :class:`Variant` that has it.
         own: the schedule of Megatron that has it.
         refusal: error where all schedules are to have it, and a model (name) cannot (why).
     """
 
     words: ClassVar[str]
-    field: ClassVar[str]
     own: ClassVar[ScheduleCandidate | None] = None
     refusal: ClassVar[str] = ""
-
-    def in_variant(self, variant: Variant) -> bool:
-        """Return whether a schedule has it."""
-        return bool(getattr(variant, self.field))
 
     def set_in(self, candidate: ScheduleCandidate, on: bool = True) -> ScheduleCandidate:
         """Return a schedule with the feature, or without."""
         changed: dict[str, Any] = {self.field: on}
         return replace(candidate, **changed)
-
-    def is_in(self, row: PlanRow) -> bool:
-        return self.in_variant(row.runs)
 
     def as_json(self, rows: RankedRows, row: Prediction) -> dict[str, Any]:
         return {self.field: self.is_in(row)}
@@ -251,18 +314,26 @@ class VariantFeature(PlanFeature):
 
 
 class FreedActivations(PlanFeature):
-    """A feature by which ``auto`` frees activations of some units between F and B."""
+    """A feature by which ``auto`` frees activations of some units between F and B.
 
-    def units(self, schedule: Schedule) -> Collection[tuple[int, int]]:
-        """Return the units whose activations a schedule frees by it."""
-        return ()
+    Attributes:
+        freed: name of the units in a schedule whose activations it frees.
+    """
+
+    freed: ClassVar[str]
 
     def share(self, row: PlanRow) -> float:
         """Return the share of the forwards of a row whose activations it frees."""
-        return 0.0 if row.schedule is None else row.share(self.units(row.schedule))
+        if (schedule := row.schedule) is None:
+            return 0.0
+        forwards = schedule.num_microbatches * schedule.placement.num_stages
+        return len(getattr(schedule, self.freed)) / forwards
 
     def is_in(self, row: PlanRow) -> bool:
         return self.share(row) > 0
+
+    def as_json(self, rows: RankedRows, row: Prediction) -> dict[str, Any]:
+        return {self.freed: self.share(row)}
 
     def done(self, row: Prediction) -> str:
         """Return what the schedule of a row does, such as "offloads 8% to the host"."""

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import gib
-from megatron_zb.plan.device import DeviceConfig
-from megatron_zb.plan.features.feature import CutWorkload, FreedActivations, RankedRows
-from megatron_zb.plan.rows import PlanRow, Prediction
-from megatron_zb.schedules import Costs, Schedule
+from megatron_zb.plan.features.feature import CutWorkload, Described, FreedActivations, RankedRows
+from megatron_zb.plan.rows import Prediction
+from megatron_zb.schedules import Costs
 from megatron_zb.schedules.features.offload import Offload
 
 
 class PlanOffload(FreedActivations):
     """Offload over the link of the device's description."""
 
+    freed: ClassVar[str] = "offloaded"
+    argument: ClassVar[str] = "pipeline_offload"
+    flag: ClassVar[str] = "--pipeline-offload auto"
     mark: ClassVar[str] = "moved"
 
     def costs(self, cut: CutWorkload, costs: Costs) -> Costs:
@@ -33,30 +33,19 @@ class PlanOffload(FreedActivations):
             )
         )
 
-    def units(self, schedule: Schedule) -> Collection[tuple[int, int]]:
-        return schedule.offloaded
-
-    def flags(self, row: PlanRow) -> list[str]:
-        return ["--pipeline-offload auto"] if self.is_in(row) else []
-
     def as_json(self, rows: RankedRows, row: Prediction) -> dict[str, Any]:
-        return {"offloaded": self.share(row), "host_bytes": _host_bytes(row)}
+        return super().as_json(rows, row) | {"host_bytes": _host_bytes(row)}
 
     def done(self, row: Prediction) -> str:
         return f"offloads {self.share(row):.0%} to the host ({gib(_host_bytes(row))} of each rank)"
 
-    def asked(
-        self, arguments: argparse.Namespace, device: DeviceConfig | None = None
-    ) -> PlanOffload:
-        if arguments.pipeline_offload != "auto":
-            return self
-        assert device is not None  # such arguments are refused beside a profile
-        if device.host is None:
+    def asked(self, arguments: argparse.Namespace, of: Described | None = None) -> PlanOffload:
+        if arguments.pipeline_offload == "auto" and of is not None and of.device.host is None:
             raise UsageError(
-                f"--pipeline-offload auto: the description of {device.name} has no host: give "
+                f"--pipeline-offload auto: the description of {of.device.name} has no host: give "
                 "--pipeline-offload off, or a device that has one, such as --device a100_80gb_sxm"
             )
-        return replace(self, choice="auto")
+        return super().asked(arguments, of)
 
 
 def _host_bytes(row: Prediction) -> float:

@@ -11,13 +11,12 @@ from megatron_zb.measured.expert_all_to_all import with_all_to_all
 from megatron_zb.measured.fit import Fit
 from megatron_zb.plan.features.feature import CutWorkload, PlanRequest, Ranking, VariantFeature
 from megatron_zb.plan.operators import modules_of
-from megatron_zb.plan.rows import PlanRow, Prediction
-from megatron_zb.plan.strategy import MEGATRON_OVERLAP, ScheduleCandidate, of_overlap
+from megatron_zb.plan.rows import Prediction
+from megatron_zb.plan.strategy import MEGATRON_OVERLAP, ScheduleCandidate
 from megatron_zb.plan.work import Workload
-from megatron_zb.schedules import Costs, Schedule
+from megatron_zb.schedules import Costs, Schedule, catalog
 from megatron_zb.schedules.features.pairs import PAIR_LOSS, Communication
-
-_FLAG = "--overlap-moe-expert-parallel-comm"
+from megatron_zb.schedules.placement import v_shape
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,13 @@ class PlanPairs(VariantFeature):
 
     words: ClassVar[str] = "pairs"
     field: ClassVar[str] = "overlaps_all_to_all"
+    flag: ClassVar[str] = "--overlap-moe-expert-parallel-comm"
     mark: ClassVar[str] = "pairs"
     changes_work: ClassVar[bool] = True
     hides: ClassVar[bool] = True
-    own: ClassVar[ScheduleCandidate | None] = of_overlap()
+    own: ClassVar[ScheduleCandidate] = ScheduleCandidate(
+        MEGATRON_OVERLAP, "interleaved", takes_chunks=True, megatron=True, overlaps_all_to_all=True
+    )
 
     def why_not(self, job: PlanRequest) -> str | None:
         if job.profile is not None and not job.profile.pairs:
@@ -40,13 +42,16 @@ class PlanPairs(VariantFeature):
 
     def is_possible(self, load: Workload) -> bool:
         """Return whether there is an expert all-to-all; Megatron hides none of a HybridModel."""
-        recompute = load.strategy.recompute
-        again = recompute == "full" or "moe" in modules_of(recompute)
-        able = load.model.pattern is None and load.strategy.expert > 1 and not again
+        strategy = load.strategy
+        again = strategy.drops_all or "moe" in modules_of(strategy.recompute)
+        able = load.model.pattern is None and strategy.expert > 1 and not again
         return able and load.all_to_all(load.model.layers - 1) > 0
 
     def is_able(self, candidate: ScheduleCandidate) -> bool:
-        return candidate.finds_pairs
+        """Return whether its order is searched for: that of a V with two stages a rank."""
+        family = catalog.family(candidate.family)
+        place = family.placement
+        return family.searches and place is not None and place(2, None) == v_shape(2)
 
     def is_used(self, schedule: Schedule | None) -> bool:
         return schedule is not None and bool(schedule.pairs)
@@ -72,10 +77,7 @@ class PlanPairs(VariantFeature):
                 ranking.take_if_faster(name, row)
                 ranking.take_if_faster("auto", row)
 
-    def flags(self, row: PlanRow) -> list[str]:
-        return [_FLAG] if self.is_in(row) else []
-
     def given(self, args: argparse.Namespace, candidate: ScheduleCandidate) -> ScheduleCandidate:
         if not args.overlap_moe_expert_parallel_comm:
             return candidate
-        return of_overlap() if candidate.megatron else self.set_in(candidate)
+        return self.own if candidate.megatron else self.set_in(candidate)

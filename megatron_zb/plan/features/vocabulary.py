@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_zb.measured.balance import with_counted_vocabulary
@@ -34,7 +34,6 @@ from megatron_zb.measured.usual_gpu import (
 )
 from megatron_zb.plan import byte_counts
 from megatron_zb.plan.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, ActivationBytes, StateBytes
-from megatron_zb.plan.device import DeviceConfig
 from megatron_zb.plan.ends import WholeEnds
 from megatron_zb.plan.features.feature import (
     WORTH_A_CHANGE,
@@ -44,7 +43,7 @@ from megatron_zb.plan.features.feature import (
     Ranking,
     VariantFeature,
 )
-from megatron_zb.plan.rows import PlanRow, Prediction, fastest
+from megatron_zb.plan.rows import Prediction, fastest
 from megatron_zb.plan.strategy import ScheduleCandidate
 from megatron_zb.plan.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs
@@ -284,17 +283,14 @@ class PlanVocabulary(VariantFeature):
     choice: str = "auto"
 
     words: ClassVar[str] = "vocabulary parallelism"
+    argument: ClassVar[str] = "vocabulary"
     field: ClassVar[str] = "vocabulary_parallel"
+    flag: ClassVar[str] = "--pipeline-vocabulary on"
     mark: ClassVar[str] = "cut"
     refusal: ClassVar[str] = (
         "--vocabulary on: {name} cannot shard its output layer, because {why}: give --vocabulary "
         "auto"
     )
-
-    def asked(
-        self, arguments: argparse.Namespace, device: DeviceConfig | None = None
-    ) -> PlanVocabulary:
-        return replace(self, choice=arguments.vocabulary or "auto")
 
     def given(self, args: argparse.Namespace, candidate: ScheduleCandidate) -> ScheduleCandidate:
         is_on = args.pipeline_vocabulary == "on" and not candidate.megatron
@@ -348,9 +344,6 @@ class PlanVocabulary(VariantFeature):
         auto = ranking.best.get("auto")
         if auto and best and best.tokens_per_gpu >= max(floor, auto.tokens_per_gpu):
             ranking.replace("auto", best)
-
-    def flags(self, row: PlanRow) -> list[str]:
-        return ["--pipeline-vocabulary on"] if self.is_in(row) else []
 
     def as_json(self, rows: RankedRows, row: Prediction) -> dict[str, Any]:
         said = "on" if self.is_in(row) else "off"
