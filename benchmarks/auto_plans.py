@@ -85,7 +85,7 @@ def wrong_recommendation(path: Path) -> str | None:
         return None
     plan = plan_of(model, builtin_folder("devices") / f"{written.device}.yaml", written.gpus)
     found = recommended(plan) or "none"
-    cuts = found != "none" and plan.ranked[0].vocabulary_parallel
+    cuts = found != "none" and plan.ranked[0].runs.vocabulary_parallel
     if (found, cuts) == (written.schedule, written.vocabulary_parallel):
         return None
     found += " with vocabulary parallelism" if cuts else ""

@@ -28,7 +28,8 @@ from megatron_zb import schedules
 from megatron_zb.parsing import GIB
 from megatron_zb.plan.device import DeviceConfig, read_device
 from megatron_zb.plan.model import ModelConfig, read_model
-from megatron_zb.plan.prediction import Build, IterationSettings, Prediction, predict
+from megatron_zb.plan.prediction import Build, IterationSettings, predict
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import search
 from megatron_zb.plan.settings import PlanJob
 from megatron_zb.plan.stages import StageWorkload, cut_into_stages

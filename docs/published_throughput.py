@@ -13,7 +13,8 @@ from megatron_zb.parsing import GIB
 from megatron_zb.plan.device import DeviceConfig, read_device
 from megatron_zb.plan.model import ModelConfig, read_model
 from megatron_zb.plan.operators import model_flops
-from megatron_zb.plan.prediction import IterationSettings, Prediction, predict
+from megatron_zb.plan.prediction import IterationSettings, predict
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import search
 from megatron_zb.plan.settings import PlanJob
 from megatron_zb.plan.stages import cut_into_stages

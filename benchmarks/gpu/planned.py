@@ -16,8 +16,11 @@ from layer_sizes import LayerSizes
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.plan.device import DeviceConfig, read_device
+from megatron_zb.plan.features.catalog import asking
+from megatron_zb.plan.features.vocabulary import PlanVocabulary
 from megatron_zb.plan.model import ModelConfig
-from megatron_zb.plan.prediction import Prediction, ordered
+from megatron_zb.plan.prediction import ordered
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import searched_by_auto
 from megatron_zb.plan.settings import PlanJob
 from megatron_zb.plan.stages import StageWorkload
@@ -158,13 +161,13 @@ class PlannedTraining:
             memory=self.device.memory_bytes,
             global_batch=model.global_batch_size,
             sequence=model.sequence_length,
-            vocabulary="off",
+            features=asking(PlanVocabulary("off")),
         )
 
     def _staged(self, placement: Placement) -> StageWorkload:
         strategy = Strategy(1, self.ranks, 1, 1, self.sizes.micro_batch_size, "none")
         load = Workload(self._model, self.device, strategy, self.sizes.seq_length, False)
-        return StageWorkload(load, placement, spread(Layers(self.layers), placement), False, False)
+        return StageWorkload(load, placement, spread(Layers(self.layers), placement))
 
 
 def _of_tensors(found: Prediction) -> float:

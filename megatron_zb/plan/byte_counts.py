@@ -28,13 +28,26 @@ WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
 FP8_COPIES = 2  # of a layer's weight: in 8 bits, and transposed in 8 bits
 
 
+FOR_WEIGHT = "held_for_weight"
+"""The table of bytes that wait for W, in the table of kinds of passes."""
+
+
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes of one microbatch: after its F, after its B, and at most while its B runs."""
+    """Bytes of one microbatch: after its F, after its B, and at most while its B runs.
+
+    ``kept_input`` are those after an F whose activations are to be recomputed.
+    """
 
     activation: float = 0.0
     for_weight: float = 0.0
     in_backward: float = 0.0
+    kept_input: float = 0.0
+
+    def of(self, table: str) -> float:
+        """Return the bytes by the name of their table in the table of kinds of passes."""
+        tables = {FOR_WEIGHT: self.for_weight, "kept_input": self.kept_input}
+        return tables.get(table, self.activation)
 
     def __add__(self, other: ActivationBytes) -> ActivationBytes:
         return ActivationBytes(
@@ -87,7 +100,7 @@ def layer_held(load: Workload, index: int) -> ActivationBytes:
         everything -= hidden + sum(one.inputs + one.sent for one in operators)
         needed /= 2
     for_weight = 0.0 if load.frozen else needed * share
-    if load.strategy.recompute == "full":
+    if load.strategy.drops_all:
         kept = 2 * load.model.message_width * load.kept_tokens
         if load.strategy.slices > 1 and model.attends(index):  # slices behind it read them
             kept += keys_and_values(load)
@@ -164,12 +177,17 @@ def message_buffers(load: Workload, chunks: int) -> float:
 
 
 def rank_states(
-    load: Workload, layers: Sequence[int], embedding: bool, output: bool, *, sharded: bool = False
+    load: Workload,
+    layers: Sequence[int],
+    embedding: bool,
+    output: bool,
+    *,
+    ends_apart: bool = False,
 ) -> StateBytes:
     """Count the states of a rank with these layers; the optimizer is distributed over data ranks.
 
     In fp8, a layer's weights keep two more bytes: themselves and their transpose in 8 bits. Frozen
-    weights have no gradient and no optimizer state. Where both ends are ``sharded``, they are left
+    weights have no gradient and no optimizer state. Ends that are apart from the stages are left
     out.
     """
     model, strategy = load.model, load.strategy
@@ -181,7 +199,7 @@ def rank_states(
     ends = 1 if embedding and output and model.tied_embeddings else embedding + output
     if output and model.prediction_layers and not model.tied_embeddings and not embedding:
         ends += 1
-    ends_here = (0 if sharded else ends) * model.hidden_size * model.vocabulary / strategy.tensor
+    ends_here = (0 if ends_apart else ends) * model.hidden_size * model.vocabulary / strategy.tensor
     here = in_layers + ends_here
     optimized = (here - routed_here) / strategy.replicas + routed_here / strategy.expert_replicas
     weights = WEIGHT * here + (0 if strategy.precision == "bf16" else FP8_COPIES * in_layers)

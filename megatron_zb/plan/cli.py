@@ -309,26 +309,26 @@ def run(arguments: argparse.Namespace) -> Plan:
     from megatron_zb.parsing import GIB
     from megatron_zb.plan import request, table
     from megatron_zb.plan.chart import plan_chart, points
+    from megatron_zb.plan.features import lengths
     from megatron_zb.plan.search import search
-    from megatron_zb.plan.unequal import print_unequal, unequal_as_json, with_lengths
     from megatron_zb.plan.workers import workers
 
     job, candidates = request.read(arguments)
-    lengths = request.lengths(arguments, job)
-    if lengths is not None:
-        job = job.of_single_samples(lengths.mean)
+    source = lengths.asked_lengths(arguments, job)
+    if source is not None:
+        job = job.of_single_samples(source.mean)
     with _Progress() as progress, workers() as each:
         plan = search(job, candidates, tries=arguments.tries, watch=progress.show, each=each)
-    unequal = None if lengths is None else with_lengths(plan.ranked, lengths, job.memory)
+    unequal = None if source is None else lengths.with_lengths(plan.ranked, source, job.memory)
     if arguments.format == "json":
         found = table.as_json(plan)
         if unequal is not None:
-            found["unequal"] = unequal_as_json(plan, unequal)
+            found["unequal"] = lengths.unequal_as_json(plan, unequal)
         print(json.dumps(found, indent=2))
     else:
         table.print_plan(plan, Console(), arguments.top)
         if unequal is not None:
-            print_unequal(plan, unequal, Console())
+            lengths.print_unequal(plan, unequal, Console())
     if arguments.chart:
         print(f"\n{plan_chart(points(plan), plan.job.memory / GIB)}")
     return plan

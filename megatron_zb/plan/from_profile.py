@@ -20,20 +20,18 @@ from rich.text import Text
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.balance import with_counted_vocabulary
-from megatron_zb.measured.expert_all_to_all import with_all_to_all
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.parsing import GIB
-from megatron_zb.plan.prediction import PlanRow
-from megatron_zb.plan.search import VARIANTS, PlanSearch, Watch, silent
+from megatron_zb.plan.features.catalog import FEATURES, VARIANTS, features_of, with_features
+from megatron_zb.plan.features.feature import PlanFeature, VariantFeature
+from megatron_zb.plan.rows import PlanRow
+from megatron_zb.plan.search import MOST_VARIANTS, PlanSearch, Watch, silent
 from megatron_zb.plan.strategy import (
     MEGATRON_INTERLEAVED,
-    MEGATRON_OVERLAP,
     ScheduleCandidate,
     candidates_of,
     names_in,
-    of_overlap,
 )
 from megatron_zb.plan.table import schedule_flags, with_pattern
 from megatron_zb.schedules import Timeline, layout
@@ -47,26 +45,23 @@ _LARGE = 20_000  # passes: more are not lowered for their messages
 # Fields of a row in JSON, and the attributes whose names differ.
 _IN_JSON = (
     "schedule runs chunks layout is_even seconds seconds_even bubble activation_bytes rank "
-    "megatron has_by_default vocabulary_parallel overlaps_all_to_all"
+    "megatron has_by_default"
 ).split()
 _ATTRIBUTES = {"schedule": "candidate", "runs": "family", "layout": "written"}
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """Request of the command line.
-
-    ``vocabulary`` parallelism is in every schedule of this package (on), in none (off), or in the
-    fastest ones besides (auto).
-    """
+    """Request of the command line; ``features`` are all features, with what is asked of them."""
 
     profile: Profile
     num_microbatches: int
     memory_limit: float | None
     post_validation: bool
-    vocabulary: str = "auto"
+    features: tuple[PlanFeature, ...] = FEATURES
 
     name: ClassVar[str] = "the profiled model"
+    frozen: ClassVar[bool] = False
 
     def is_back_to_back(self, candidate: ScheduleCandidate) -> bool:
         """Return whether iterations of a schedule follow one another with no barrier."""
@@ -76,21 +71,6 @@ class ProfileRequest:
         """Return the seconds of an iteration, with those outside of its passes."""
         seconds = timeline.seconds(back_to_back=self.is_back_to_back(candidate))
         return seconds + self.profile.outside
-
-    @property
-    def why_not_sharded(self) -> str | None:
-        """Why there is no row with vocabulary parallelism, None if there can be."""
-        profile = self.profile
-        rows, p = profile.model.vocabulary, profile.pipeline_size * profile.model.tensor
-        if self.post_validation:
-            return "the forwards that post-validation runs again have no passes of it"
-        if profile.vocabulary is not None:
-            return None
-        if Fit.of(profile).shard_overhead is None:
-            return "the profile lacks its number of rows: profile again"
-        if rows is not None and rows % p:
-            return f"its {rows} rows cannot be sharded evenly for {p} ranks"
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +120,8 @@ class MeasuredRow(PlanRow):
     @property
     def name(self) -> str:
         """Name in the table, with what the schedule runs, its chunks and its variant."""
-        cut = ", vocabulary parallelism" if self.vocabulary_parallel else ""
-        pairs = ", pairs" if self.overlaps_all_to_all and not self.megatron else ""
-        return super().name + cut + pairs
+        said = (f", {it.words}" for it in VARIANTS if it.is_in(self) and not self.megatron)
+        return super().name + "".join(said)
 
     @property
     def flags(self) -> list[str]:
@@ -178,7 +157,7 @@ def rows(
         UsageError: the output layer cannot be sharded as requested, or there is no row.
     """
     search = _MeasuredSearch(asked, [candidate.name for candidate in candidates], watch)
-    search.run(asked, candidates)
+    search.run(candidates)
     found = [row for row in search.found if row.candidate in search.asked]
     if not found and search.limits:
         raise min(search.limits, key=lambda error: error.needed)
@@ -193,13 +172,15 @@ class _MeasuredSearch(PlanSearch):
     AUTO_IS_LAST = True
 
     def __init__(self, request: ProfileRequest, asked: Collection[str], watch: Watch) -> None:
-        super().__init__(watch)
-        self.request, self.fit, self.asked = request, Fit.of(request.profile), set(asked)
-        may_pair = request.vocabulary != "on" and not request.post_validation
-        self.has_pairs = bool(request.profile.pairs) and may_pair
+        super().__init__(request, watch)
+        self.measured, self.fit, self.asked = request, Fit.of(request.profile), set(asked)
         self.found: list[MeasuredRow] = []
         self.missing: dict[str, str] = {}
         self.limits: list[LimitTooSmall] = []
+
+    def tries(self, feature: VariantFeature) -> bool:
+        """Return whether schedules are tried with a feature: not those that have one."""
+        return super().tries(feature) and all(it.choice != "on" for it in self.variants)
 
     def look(self, named: Sequence[ScheduleCandidate]) -> Iterator[ScheduleCandidate]:
         for candidate in named:
@@ -214,7 +195,7 @@ class _MeasuredSearch(PlanSearch):
         self, candidate: ScheduleCandidate, chosen: Collection[int | None] = (None, 2, 4, 8)
     ) -> tuple[list[MeasuredRow], dict[str, UsageError]]:
         """Return a row for each of the chosen numbers of chunks, and why others are missing."""
-        found, errors, profile = [], {}, self.request.profile
+        found, errors, profile = [], {}, self.measured.profile
         for chunks in candidate.chunk_counts(profile.model.layers, profile.pipeline_size):
             if chunks not in chosen:
                 continue
@@ -231,7 +212,7 @@ class _MeasuredSearch(PlanSearch):
         Raises:
             UsageError: the schedule cannot be built within the limit.
         """
-        asked, p = self.request, self.request.profile.pipeline_size
+        asked, p = self.measured, self.measured.profile.pipeline_size
         m = asked.num_microbatches
         if candidate.needs_whole_groups and m % p:
             raise UsageError(f"it needs whole groups of {p} microbatches, and there are {m}")
@@ -265,60 +246,44 @@ class _MeasuredSearch(PlanSearch):
         schedule = schedules.build(
             candidate.family,
             pipeline_size=placement.pipeline_size,
-            num_microbatches=self.request.num_microbatches,
+            num_microbatches=self.measured.num_microbatches,
             # a run builds only auto for measured costs, and every other one for equal costs
             costs=costs if is_auto else self._costs_of_a_run(candidate),
-            memory_limit=self.request.memory_limit,
+            memory_limit=self.measured.memory_limit,
             chunks=chunks,
             placement=placement if is_auto else None,
-            back_to_back=self.request.is_back_to_back(candidate),
+            back_to_back=self.measured.is_back_to_back(candidate),
             quick=is_auto,
         )
         return schedules.simulate(schedule, costs)
 
     def _costs_of_a_run(self, candidate: ScheduleCandidate) -> schedules.Costs | None:
         """Return the costs for which a run builds a named schedule; None where all are equal."""
-        if not (candidate.vocabulary_parallel or candidate.overlaps_all_to_all):
+        features = [it for it in self.variants if it.in_variant(candidate)]
+        if not features:
             return None
-        profile = self.fit.profile
         costs = schedules.Costs.uniform(
-            pipeline_size=profile.pipeline_size, forward=1.0, backward=1.0, weight=1.0
+            pipeline_size=self.fit.profile.pipeline_size, forward=1.0, backward=1.0, weight=1.0
         )
-        if candidate.overlaps_all_to_all:
-            return with_all_to_all(costs)
-        (_, output), (_, kept) = self.fit.in_layers(), self.fit.in_layers(sharded=True)
-        predicts = profile.multi_token > 0
-        output -= kept if predicts else 0.0
-        return with_counted_vocabulary(costs, profile.model.layers, output, predicts=predicts)
+        for feature in features:
+            costs = feature.costs_of_a_run(costs, self.fit)
+        return costs
 
-    def try_sharded(self, named: Sequence[ScheduleCandidate]) -> None:
-        """Add rows of the fastest schedules of one or two chunks."""
+    def try_variants(self, feature: VariantFeature, named: Sequence[ScheduleCandidate]) -> None:
+        """Add rows of the fastest schedules of one or two chunks, and of Megatron's own."""
         small = [row for row in self._ranked() if not row.megatron and row.chunks in (None, 2)]
-        self.found += self._variants(named, small[:VARIANTS], vocabulary_parallel=True)
-
-    def try_pairs(self, named: Sequence[ScheduleCandidate]) -> None:
-        """Add rows of the fastest schedules with the pairs of a run's search, and Megatron's."""
-        able = {candidate.name for candidate in named if candidate.finds_pairs}
-        fastest = [row for row in self._ranked() if row.candidate in able]
-        found = self._variants(named, fastest[:VARIANTS], overlaps_all_to_all=True)
-        if MEGATRON_INTERLEAVED in self.asked:
-            self.asked.add(MEGATRON_OVERLAP)
-            found += self._rows(of_overlap())[0]
-        self.found += [row for row in found if row.timeline.schedule.pairs]
+        able = [row for row in small if feature.is_able(row.runs)][:MOST_VARIANTS]
+        found = []
+        for candidate in named:
+            if chunks := [row.chunks for row in able if row.candidate == candidate.name]:
+                found += self._rows(with_features(candidate, [feature]), chunks)[0]
+        if feature.own is not None and MEGATRON_INTERLEAVED in self.asked:
+            self.asked.add(feature.own.name)
+            found += self._rows(feature.own)[0]
+        self.found += [row for row in found if feature.is_used(row.schedule)]
 
     def _ranked(self) -> list[MeasuredRow]:
         return sorted(self.found, key=lambda row: row.seconds)
-
-    def _variants(
-        self,
-        named: Sequence[ScheduleCandidate],
-        chosen: Sequence[MeasuredRow],
-        **change: Any,
-    ) -> list[MeasuredRow]:
-        """Return the rows of a variant of the chosen schedules, as limits allow."""
-        of = {c: [row.chunks for row in chosen if row.candidate == c.name] for c in named}
-        changed = [(replace(c, **change), chunks) for c, chunks in of.items() if chunks]
-        return [row for of_variant in changed for row in self._rows(*of_variant)[0]]
 
     def take_the_best(self, candidate: ScheduleCandidate) -> None:
         """Add the fastest row, or the order that ``auto`` finds for its placement, if faster."""
@@ -327,11 +292,7 @@ class _MeasuredSearch(PlanSearch):
             return
         best = replace(min(found, key=lambda row: row.seconds), candidate=candidate.name)
         placement = best.timeline.schedule.placement
-        auto = replace(
-            candidate,
-            vocabulary_parallel=best.vocabulary_parallel,
-            overlaps_all_to_all=best.overlaps_all_to_all,
-        )
+        auto = with_features(candidate, features_of(best.runs))
         with suppress(UsageError):
             timeline = self._simulated(auto, placement.chunks, placement, best.layout)
             searched = replace(best, runs=auto, chunks=placement.chunks, timeline=timeline)
@@ -361,7 +322,7 @@ def read(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[ScheduleCa
             profile.num_microbatches if m is None else m,
             arguments.memory_limit,
             arguments.post_validation,
-            arguments.vocabulary or "auto",
+            tuple(feature.asked(arguments) for feature in FEATURES),
         ),
         list(unique.values()),
     )
@@ -388,7 +349,9 @@ def _as_json(
         "num_microbatches": asked.num_microbatches,
         "unsplit": [stage.unsplit for stage in asked.profile.stages],
         "ranked": [
-            {name: getattr(row, _ATTRIBUTES.get(name, name)) for name in _IN_JSON} for row in found
+            {name: getattr(row, _ATTRIBUTES.get(name, name)) for name in _IN_JSON}
+            | {feature.field: feature.is_in(row) for feature in VARIANTS}
+            for row in found
         ],
         "not_possible": missing,
     }
@@ -423,8 +386,11 @@ def _print(
     console.print(_table(found[:top]))
     for name, why in missing.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
-    if asked.vocabulary == "auto" and (why_not := asked.why_not_sharded) is not None:
-        console.print(Text(f" -  no vocabulary parallelism: {why_not}"), highlight=False)
+    tried = (it for it in asked.features if isinstance(it, VariantFeature) and it.refusal)
+    for feature in tried:
+        reason = feature.why_not(asked) if feature.choice == "auto" else None
+        if reason is not None:
+            console.print(Text(f" -  no {feature.words}: {reason}"), highlight=False)
     console.print(Text("\nflags of the first:", style="bold"))
     words = " \\\n  ".join(found[0].flags)
     console.print(Text(f"  {words}"), highlight=False, soft_wrap=True)

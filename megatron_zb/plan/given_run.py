@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of
 from megatron_zb.plan.device import DeviceConfig
+from megatron_zb.plan.features.catalog import FEATURES, features_of
 from megatron_zb.plan.model import ModelConfig
 from megatron_zb.plan.model_flags import written_pattern
 from megatron_zb.plan.stages import StageWorkload, cut_into_stages
@@ -19,8 +20,6 @@ from megatron_zb.plan.strategy import (
     candidates_of,
     no_strategy_message,
     of_family,
-    of_overlap,
-    sliced,
     strategies,
 )
 from megatron_zb.plan.work import Workload
@@ -100,13 +99,7 @@ class GivenRun:
                 raise UsageError("--num-layers: there are too few layers for the stages")
             return found
         placement = self.candidate.placement(self.strategy.pipeline, self.chunks)
-        return StageWorkload(
-            load,
-            placement,
-            self.layout,
-            self.candidate.vocabulary_parallel,
-            self.candidate.overlaps_all_to_all,
-        )
+        return StageWorkload(load, placement, self.layout, features_of(self.candidate))
 
 
 def _strategy(
@@ -128,14 +121,13 @@ def _strategy(
         overlap=bool(args.overlap_grad_reduce and args.overlap_param_gather),
         sequence_parallel=bool(args.sequence_parallel) and tensor > 1,
     )
-    cut = 1 if args.pipeline_slices is None else args.pipeline_slices.slices
-    exactly = replace(exactly, slices=(cut,), slice_tokens=1)
-    found = strategies(model, device, *job, exactly)
-    able = (one for one in found if one.slices == cut and not one.by_time)
-    strategy = next(able, None)
-    if strategy is None:
-        raise UsageError(no_strategy_message(model, device, *job, exactly))
-    return strategy
+    for strategy in strategies(model, device, *job, exactly):
+        found: Strategy | None = strategy
+        for feature in FEATURES:
+            found = found and feature.given_strategy(args, found, model.sequence_length)
+        if found is not None:
+            return found
+    raise UsageError(no_strategy_message(model, device, *job, exactly))
 
 
 def _schedule(
@@ -149,16 +141,15 @@ def _schedule(
         found = of_family(args.pipeline_schedule)
         if found.takes_the_best:
             raise UsageError(f"--pipeline-schedule {args.pipeline_schedule} has its own row")
-        if args.pipeline_slices is not None:
-            (found,) = sliced([found], named=True) or [found]
-        sharded = args.pipeline_vocabulary == "on"
-        pairs = bool(args.overlap_moe_expert_parallel_comm)
-        found = replace(found, vocabulary_parallel=sharded, overlaps_all_to_all=pairs)
-        return found, (chunks or 2) if found.takes_chunks else None
+        return _with_features(args, found), (chunks or 2) if found.takes_chunks else None
     one, interleaved = candidates_of((), overlap=bool(args.overlap_p2p_comm))[:2]
-    if (chunks or 1) == 1:
-        return one, None
-    return of_overlap() if args.overlap_moe_expert_parallel_comm else interleaved, chunks
+    return (one, None) if (chunks or 1) == 1 else (_with_features(args, interleaved), chunks)
+
+
+def _with_features(args: argparse.Namespace, candidate: ScheduleCandidate) -> ScheduleCandidate:
+    for feature in FEATURES:
+        candidate = feature.given(args, candidate)
+    return candidate
 
 
 def _chunks(args: argparse.Namespace, model: ModelConfig) -> int | None:

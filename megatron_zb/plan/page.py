@@ -27,9 +27,10 @@ from megatron_zb.measured.trace import ComparedStep
 from megatron_zb.parsing import GIB, gib
 from megatron_zb.plan import table
 from megatron_zb.plan.chart import Axis, Point, points
+from megatron_zb.plan.features.catalog import stands_apart
 from megatron_zb.plan.from_profile import MeasuredRow, ProfileRequest
-from megatron_zb.plan.prediction import Prediction
 from megatron_zb.plan.reasons import of_given, reason
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import Plan
 from megatron_zb.plan.strategy import MEGATRON_1F1B
 from megatron_zb.plan.table import flags
@@ -299,10 +300,10 @@ def _parts(plan: Plan) -> list[tuple[str, str, str, str]]:
 def _pictures(plan: Plan) -> list[dict[str, Any]]:
     """Return pictures of the first few rows with a pipeline, and of Megatron's 1F1B to compare.
 
-    There are none of token slices.
+    There are none of parts of microbatches.
     """
     rows = [(place, plan.ranked[index]) for place, index in table.places(plan)]
-    whole = [(place, row) for place, row in rows if row.slicing is None]
+    whole = [(place, row) for place, row in rows if not stands_apart(row)]
     with_pipeline = [(place, row) for place, row in whole if row.schedule is not None]
     return [
         _picture(row, place)
@@ -332,7 +333,7 @@ def _explorer(plan: Plan) -> dict[str, Any]:
     It has a pipeline, whole microbatches and no passes of vocabulary parallelism. The other rows of
     the same sizes and costs follow.
     """
-    whole = [row for row in plan.ranked if row.slicing is None]
+    whole = [row for row in plan.ranked if not stands_apart(row)]
     with_pipeline = [
         (row.costs, row.timeline)
         for row in whole

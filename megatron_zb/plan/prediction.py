@@ -5,132 +5,26 @@ The memory is that of the worst rank, part by part, from the passes that it runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 from megatron_zb import schedules
-from megatron_zb.plan.byte_counts import ActivationBytes
-from megatron_zb.plan.encoder import CountedEncoder
-from megatron_zb.plan.operators import model_flops
-from megatron_zb.plan.slices import unrolled
+from megatron_zb.plan.byte_counts import FOR_WEIGHT, ActivationBytes
+from megatron_zb.plan.features.catalog import with_features
+from megatron_zb.plan.rows import Prediction, RankMemory
 from megatron_zb.plan.stages import StageWorkload
 from megatron_zb.plan.step import by_timeline
-from megatron_zb.plan.strategy import MEGATRON_OWN, ScheduleCandidate
+from megatron_zb.plan.strategy import ScheduleCandidate
 from megatron_zb.plan.work import Workload
 from megatron_zb.schedules import Costs, Pass, PassKind, Schedule, catalog, lower
 from megatron_zb.schedules.bounds import hidden
-from megatron_zb.schedules.features.slices import Slicing, slicing_of
-from megatron_zb.schedules.layout import Layout
+from megatron_zb.schedules.features.vocabulary import PREDICTION_KINDS
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.simulator import Timeline
 from megatron_zb.schedules.waiting_kernels import waiting_kernels
 
-# --- a row of the plan: a schedule by its name in the table, and as it runs
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRow:
-    """A schedule in one setting, whatever its costs come from.
-
-    Attributes:
-        candidate: name in the table.
-        runs: the schedule that runs; for ``auto``, the fastest of all.
-        chunks: chunks of a rank, where the schedule has the choice.
-        layout: layers of each stage.
-        has_by_default: whether a run has this layout without a flag.
-        timeline: the simulation; None without a pipeline.
-    """
-
-    candidate: str
-    runs: ScheduleCandidate
-    chunks: int | None
-    layout: Layout
-    has_by_default: bool
-    timeline: Timeline | None = None
-
-    @property
-    def family(self) -> str:
-        """Name of the schedule in the flags."""
-        return self.runs.family
-
-    @property
-    def megatron(self) -> bool:
-        """Whether Megatron-LM runs it without this package."""
-        return self.candidate in MEGATRON_OWN
-
-    @property
-    def vocabulary_parallel(self) -> bool:
-        """Whether output layer and embedding are vocabulary parallel over all ranks."""
-        return self.runs.vocabulary_parallel
-
-    @property
-    def overlaps_all_to_all(self) -> bool:
-        """Whether pairs hide the expert all-to-all."""
-        return self.runs.overlaps_all_to_all
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """Schedule of the timeline."""
-        return None if self.timeline is None else self.timeline.schedule
-
-    @property
-    def recomputed(self) -> float:
-        """Share of the forwards whose activations the schedule recomputes."""
-        return 0.0 if self.schedule is None else _share(self.schedule, self.schedule.recomputed)
-
-    @property
-    def offloaded(self) -> float:
-        """Share of the forwards whose activations are offloaded to the host."""
-        return 0.0 if self.schedule is None else _share(self.schedule, self.schedule.offloaded)
-
-    @property
-    def slicing(self) -> Slicing | None:
-        """Token slices of every microbatch, None for whole ones."""
-        return None if self.schedule is None else slicing_of(self.schedule)
-
-    @property
-    def name(self) -> str:
-        """Name in tables, with the chunks; for ``auto``, with what it runs."""
-        named = self.candidate
-        if named.split()[0] == "auto":
-            named += ": searched" if self.family == "auto" else f": {self.family}"
-        return named if self.chunks is None else f"{named} ×{self.chunks}"
-
-
-def _share(schedule: Schedule, units: Collection[tuple[int, int]]) -> float:
-    return len(units) / (schedule.num_microbatches * schedule.placement.num_stages)
-
-
 # --- memory
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of one of Megatron's pipeline ranks at its peak.
-
-    ``weight_queue`` is what W still needs after B.
-    """
-
-    rank: int
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    weight_queue: float
-    logits: float
-    messages: float
-    snapshot: float
-    reserved: float
-    fragmentation: float
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts().values())
-
-    def parts(self) -> dict[str, float]:
-        """Return the bytes of each part by name."""
-        return {name: size for name, size in asdict(self).items() if name != "rank"}
 
 
 def worst_rank(staged: StageWorkload, schedule: Schedule, *, snapshot: bool) -> RankMemory:
@@ -139,11 +33,8 @@ def worst_rank(staged: StageWorkload, schedule: Schedule, *, snapshot: bool) -> 
     ``snapshot`` keeps a copy of the optimizer's state, with which a step can be taken back.
     """
     ranks = range(staged.placement.pipeline_size)
-    kept = staged.load.message() if staged.recomputes else 0.0
-    passes: Sequence[Sequence[Pass]] = schedule.ranks
-    if (slicing := staged.slicing) is not None:
-        passes = [[*unrolled(rank, slicing)] for rank in passes]
-    peaks = [peak_of(passes[r], staged.held_by_slices, kept) for r in ranks]
+    passes = map(staged.units.passes, schedule.ranks)
+    peaks = [peak_of(rank, staged.held_by_units) for rank in passes]
     return max(
         (_of_rank(staged, r, *peaks[r], snapshot=snapshot) for r in ranks), key=lambda m: m.total
     )
@@ -167,7 +58,7 @@ def _of_rank(
         weights=states.weights,
         gradients=states.gradients,
         optimizer=states.optimizer,
-        activations=activations + staged.prefix(rank),
+        activations=activations + staged.kept(rank),
         weight_queue=queue,
         logits=staged.logits(rank),
         messages=staged.messages(rank),
@@ -177,41 +68,33 @@ def _of_rank(
     )
 
 
-_HOLD_NOTHING = tuple(map(PassKind, "PEGMK"))
+_KINDS = {it.kind: it for it in PREDICTION_KINDS}
+_BACKWARD = (PassKind.B, PassKind.BW)
 
 
-def peak_of(
-    passes: Sequence[Pass], held: Sequence[ActivationBytes], kept_input: float = 0.0
-) -> tuple[float, float]:
+def peak_of(passes: Sequence[Pass], held: Sequence[ActivationBytes]) -> tuple[float, float]:
     """Return the bytes of activations and the bytes waiting for W, when their sum is largest.
 
-    A backward that recomputes holds its layer's activations while it runs. Shards of the output
-    layer hold theirs from O to V. What R makes again holds ``kept_input`` bytes until then, and
-    offloaded activations nothing from D to H.
+    The table of kinds tells what a pass takes and frees. A backward that recomputes also holds its
+    layer's activations while it runs.
     """
     live = queue = most = 0.0
     best = (0.0, 0.0)
-    dropped = {(stage, microbatch) for kind, stage, microbatch in passes if kind is PassKind.R}
+    again = {(stage, microbatch) for kind, stage, microbatch in passes if kind is PassKind.R}
+
+    @cache
+    def change(kind: PassKind, stage: int, recomputed: bool) -> tuple[float, float]:
+        tables = _KINDS[kind].change(recomputed=recomputed)
+        sizes = [(name == FOR_WEIGHT, sign * held[stage].of(name)) for name, sign in tables]
+        waits, runs = (sum(size for w, size in sizes if w is of) for of in (True, False))
+        return runs, waits
+
     for kind, stage, microbatch in passes:
-        here = held[stage]
-        if kind in _HOLD_NOTHING:
-            continue
-        if kind is PassKind.F and (stage, microbatch) in dropped:
-            live += min(kept_input, here.activation)
-        elif kind is PassKind.R:
-            live += max(0.0, here.activation - kept_input)
-        elif kind in (PassKind.F, PassKind.O, PassKind.H):
-            live += here.activation
-        elif kind in (PassKind.V, PassKind.D):
-            live -= here.activation
-        elif kind is PassKind.W:
-            queue -= here.for_weight
-        else:
-            if live + here.in_backward + queue > most:
-                most, best = live + here.in_backward + queue, (live + here.in_backward, queue)
-            live -= here.activation
-            if kind is PassKind.B:
-                queue += here.for_weight
+        if kind in _BACKWARD and live + held[stage].in_backward + queue > most:
+            best = (live + held[stage].in_backward, queue)
+            most = sum(best)
+        runs, waits = change(kind, stage, (stage, microbatch) in again)
+        live, queue = live + runs, queue + waits
         if live + queue > most:
             most, best = live + queue, (live, queue)
     return best
@@ -224,8 +107,7 @@ Build = Callable[[Costs, int], Schedule]
 """Function that builds a schedule from costs and the number of microbatches."""
 
 # Above this number of passes 3p and 4p microbatches are simulated, and the others continued from
-# them; 4p and 8p where activations are recomputed or offloaded, since the first microbatches need
-# less of it.
+# them; 4p and 8p where a schedule frees activations, since the first microbatches need less of it.
 _MOST_PASSES = 16_000
 _TURNS, _MORE_TURNS = 4, 8
 
@@ -245,61 +127,6 @@ class IterationSettings:
     post_validation: bool = False
     back_to_back: bool = True
     snapshot: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction(PlanRow):
-    """Predicted time and memory of one choice.
-
-    Where there are many microbatches, the timeline is that of the first ones, from which the
-    seconds of the rest are extrapolated. ``memory_limit`` is the limit to give ``auto``, as a
-    fraction of 1F1B's activations. ``host_bytes`` are the most that the host holds of the
-    activations of any rank.
-    """
-
-    load: Workload
-    num_microbatches: int
-    pipeline_seconds: float
-    bubble: float
-    step_seconds: float
-    memory: RankMemory
-    costs: Costs | None = None
-    post_validation: bool = False
-    memory_limit: float | None = None
-    host_bytes: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of an iteration."""
-        return self.pipeline_seconds + self.step_seconds
-
-    @property
-    def gpus(self) -> int:
-        strategy = self.load.strategy
-        return strategy.model_ranks * strategy.pipeline
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of an iteration on all GPUs."""
-        strategy = self.load.strategy
-        samples = self.num_microbatches * strategy.microbatch * strategy.data
-        return samples * self.load.sequence
-
-    @property
-    def tokens_per_gpu(self) -> float:
-        """Tokens per second and GPU."""
-        return self.tokens / self.seconds / self.gpus
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilization: the share of the data sheet's FLOP/s that training needs.
-
-        Training on frozen weights needs two thirds: it has no weight gradients.
-        """
-        flops = model_flops(self.load.model, self.tokens, self.load.sequence)
-        flops *= 2 / 3 if self.load.frozen else 1
-        flops += CountedEncoder(self.load).flops(self.tokens / self.load.sequence)
-        return flops / self.seconds / self.gpus / self.load.rate.peak
 
 
 @dataclass(frozen=True)
@@ -339,11 +166,7 @@ class Ordered:
             bubble = 1 - running / seconds
         return Prediction(
             candidate=candidate.name,
-            runs=replace(
-                candidate,
-                vocabulary_parallel=staged.vocabulary_parallel,
-                overlaps_all_to_all=staged.overlaps_all_to_all,
-            ),
+            runs=with_features(candidate, staged.features),
             load=staged.load,
             num_microbatches=m,
             chunks=self.chunks,
@@ -356,7 +179,6 @@ class Ordered:
             timeline=timeline,
             costs=None if timeline is None else self.costs,
             post_validation=post_validation,
-            host_bytes=0.0 if timeline is None else max(timeline.peak_host),
         )
 
     def _of_all(self, timeline: Timeline) -> tuple[float, float]:
@@ -371,9 +193,7 @@ class Ordered:
         more = timeline.schedule.rules.whole_microbatches(timeline.schedule)
         if more == m:
             return seconds, running
-        few = _filling(self.staged) * (
-            _MORE_TURNS // 2 if _recomputes_or_offloads(self.staged) else 1
-        )
+        few = _filling(self.staged) * (_MORE_TURNS // 2 if self.staged.frees_activations else 1)
         shorter = self._simulated(self.build(self.costs, more - few))
         each_runs = (running - _running(self.staged, shorter)) / few
         each = (seconds - shorter.seconds(back_to_back=back_to_back)) / few
@@ -403,7 +223,7 @@ def ordered(
     Raises:
         UsageError: the schedule cannot be built within the memory.
     """
-    costs, slicing = staged.costs(blocking=candidate.blocking), staged.slicing
+    costs, units = staged.costs(blocking=candidate.blocking), staged.units
 
     def by_name(costs: Costs, num_microbatches: int) -> Schedule:
         return schedules.build(
@@ -413,21 +233,21 @@ def ordered(
             costs=costs,
             chunks=chunks,
             back_to_back=iteration.back_to_back and iteration.post_validation,
-            slices=slicing or 1,
+            slices=units.cut,
         )
 
     build, schedule = build or by_name, None
     m = iteration.num_microbatches
-    enough = _filling(staged) * (_MORE_TURNS if _recomputes_or_offloads(staged) else _TURNS)
+    enough = _filling(staged) * (_MORE_TURNS if staged.frees_activations else _TURNS)
     if staged.placement.pipeline_size > 1:
-        passes = 3 * m * staged.load.strategy.slices * staged.placement.num_stages
+        passes = 3 * m * units.count * staged.placement.num_stages
         schedule = build(costs, m if passes <= _MOST_PASSES or m <= enough else enough)
     return Ordered(staged, candidate, iteration, chunks, schedule, costs, build)
 
 
 def _filling(staged: StageWorkload) -> int:
     """Return the least microbatches of whose units each rank can run one at a time."""
-    return -(-staged.placement.pipeline_size // staged.load.strategy.slices)
+    return -(-staged.placement.pipeline_size // staged.units.count)
 
 
 def predict(
@@ -441,18 +261,13 @@ def predict(
     return ordered(staged, candidate, iteration, chunks, build).predicted()
 
 
-def _recomputes_or_offloads(staged: StageWorkload) -> bool:
-    """Return whether activations may be recomputed or offloaded: more of them later in a step."""
-    return staged.recomputes or staged.offloads
-
-
 def _running(staged: StageWorkload, timeline: Timeline) -> float:
     """Return the seconds in which a rank, on average, runs passes of a timeline.
 
-    A pair counts once, with the all-to-all that it does not hide; recomputation also counts; a
-    message that stops a rank is no pass.
+    A pair counts once, with what it does not hide; recomputation also counts; a message that stops
+    a rank is no pass.
     """
-    if staged.overlaps_all_to_all or staged.recomputes:
+    if any(it.changes_work for it in staged.features):
         return (1 - timeline.bubble_rate) * timeline.makespan
     schedule, p = timeline.schedule, staged.placement.pipeline_size
     work = sum(staged.rank_work(r).total for r in range(p)) / p

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from megatron_zb.parsing import gib
-from megatron_zb.plan.prediction import Prediction
-from megatron_zb.plan.search import WORTH_A_CHANGE, Plan
+from megatron_zb.plan.features.catalog import FEATURES
+from megatron_zb.plan.features.feature import WORTH_A_CHANGE, FreedActivations
+from megatron_zb.plan.rows import Prediction
+from megatron_zb.plan.search import Plan
 from megatron_zb.plan.strategy import MEGATRON_INTERLEAVED
 
 _LEVEL = 0.0005
@@ -65,7 +67,7 @@ def is_named_too(plan: Plan, row: Prediction) -> bool:
 
 def named_as(row: Prediction) -> str:
     """Return the name of the schedule that a row of ``auto`` runs."""
-    return row.family if row.slicing is None else f"{row.family} sliced"
+    return row.candidate.replace(AUTO, row.family, 1)
 
 
 def margin(plan: Plan) -> str:
@@ -168,59 +170,28 @@ def _instead_of_given(plan: Plan, given: Prediction) -> str:
 
 
 def _said(row: Prediction) -> str:
-    flags = ["--overlap-moe-expert-parallel-comm"] if row.overlaps_all_to_all else []
-    flags += [f"--pipeline-slices {row.slicing}"] if row.slicing is not None else []
-    flags += ["--pipeline-vocabulary on"] if row.vocabulary_parallel else []
+    told = (it for it in FEATURES if not isinstance(it, FreedActivations))
+    flags = [flag for feature in told for flag in feature.flags(row)]
     return f"{row.family} with {' and '.join(flags)}" if flags else row.family
 
 
-def vocabulary_parallel_gain(plan: Plan, row: Prediction) -> float | None:
-    """Return the share of tokens per second that a row's schedule gains by vocabulary parallelism.
-
-    None where it has a whole one, or has nothing that fits with a whole one.
-    """
-    whole = plan.unsharded.get(row.candidate) if row.vocabulary_parallel else None
-    return None if whole is None else row.tokens_per_gpu / whole.tokens_per_gpu - 1
-
-
-def vocabulary(plan: Plan) -> str:
-    """Return the gain of vocabulary parallelism, in one sentence."""
-    job, sharded = plan.job, plan.sharded
-    if (why := job.why_not_sharded) is not None:
-        return f"no vocabulary parallelism: {why}"
-    if job.vocabulary == "off":
-        return "no vocabulary parallelism: --vocabulary off"
-    if sharded is None:
-        return "no schedule with vocabulary parallelism can be ahead here"
-    named = f"{sharded.family} with vocabulary parallelism ({sharded.load.strategy})"
-    whole = [
-        *(row for row in plan.ranked if not row.vocabulary_parallel),
-        *plan.unsharded.values(),
-    ]
-    if not whole:
-        return f"{named} is the best that fits; nothing fits without"
-    best = max(whole, key=lambda row: row.tokens_per_gpu)
-    lead = sharded.tokens_per_gpu / best.tokens_per_gpu - 1
-    if any(row.vocabulary_parallel for row in plan.ranked):
-        how = f"{abs(lead):.1%} {'faster' if lead >= 0 else 'slower'} than"
-        return f"{named} is {how} the best without, {best.candidate}"
-    how = f"{abs(lead):.1%} {'ahead of' if lead >= 0 else 'behind'} {best.candidate}"
-    return f"{named}, the most promising, is {how}: that is not worth a change"
+def sentences(plan: Plan) -> dict[str, str | None]:
+    """Return what features bring, each in one sentence, by its name in JSON."""
+    said: dict[str, str | None] = {}
+    for feature in plan.job.features:
+        said |= feature.said(plan.job, plan)
+    return {**said, "activation_states": freed_gain(plan)}
 
 
-def recompute_or_offload_gain(plan: Plan) -> str | None:
-    """Return the gain of recomputation or offload, in one sentence; None if not requested."""
-    job, row, kept = plan.job, plan.recompute_or_offload, plan.all_kept
-    if not (job.recomputes or job.offloads):
+def freed_gain(plan: Plan) -> str | None:
+    """Return the gain of freeing activations, in one sentence; None if not requested."""
+    row, kept = plan.freed, plan.all_kept
+    if not plan.job.freeing:
         return None
     if row is None:
         return "no setting with recomputation or offload by the schedule can be ahead here"
-    done = [f"recomputes {row.recomputed:.0%} of its activations"] if row.recomputed else []
-    if row.offloaded:
-        done.append(
-            f"offloads {row.offloaded:.0%} to the host ({gib(row.host_bytes)} of each rank)"
-        )
-    named = f"{row.family} that {' and '.join(done)} ({row.load.strategy})"
+    done = " and ".join(it.done(row) for it in plan.job.freeing if it.is_in(row))
+    named = f"{row.family} that {done} ({row.load.strategy})"
     if kept is None:
         return f"{named} is the best that fits; nothing fits that keeps all"
     lead = row.tokens_per_gpu / kept.tokens_per_gpu - 1

@@ -14,21 +14,21 @@ from typing import NamedTuple
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.parsing import flag_of, size_in_bytes
+from megatron_zb.plan.arguments import numbers, whole_number
 from megatron_zb.plan.device import DeviceConfig, read_device
+from megatron_zb.plan.features.catalog import FEATURES
+from megatron_zb.plan.features.feature import Described
 from megatron_zb.plan.given_run import GivenRun
 from megatron_zb.plan.model import ModelConfig, read_model
 from megatron_zb.plan.model_flags import written_pattern
 from megatron_zb.plan.operators import RECOMPUTE_FLAG, check_recomputation
 from megatron_zb.plan.settings import PlanJob
-from megatron_zb.plan.slices import with_slices
 from megatron_zb.plan.strategy import (
     Choices,
     ScheduleCandidate,
     candidates_of,
     names_in,
 )
-from megatron_zb.plan.unequal import SequenceLengths
-from megatron_zb.schedules.features.slices import LEAST_TOKENS, MOST_SLICES, least_tokens
 from megatron_zb.schedules.layout import main_pattern
 
 _SIZES = {
@@ -36,7 +36,6 @@ _SIZES = {
     "pipeline": "pipeline_model_parallel_size",
     "context": "context_parallel_size",
     "micro_batch_size": "micro_batch_size",
-    "slices": "pipeline_slices",
 }
 _OF_EXPERTS = {
     "expert": "expert_model_parallel_size",
@@ -60,25 +59,22 @@ class Training(NamedTuple):
     flags: dict[str, str]
 
 
-def read_training(words: Sequence[str], *, sliced: bool = False) -> Training:
-    """Read the arguments of a training.
+def read_training(words: Sequence[str], arguments: argparse.Namespace | None = None) -> Training:
+    """Read the arguments of a training, beside those of a plan.
 
     Raises:
-        UsageError: an argument is unknown or wrong, or the planner cannot count it; with slices,
-            one of them does not go with those.
+        UsageError: an argument is unknown or wrong, the planner cannot count it, or it does not go
+            with a feature.
     """
     from megatron_zb.cli.check import installed_series
-    from megatron_zb.errors import raise_first
     from megatron_zb.job import settings
-    from megatron_zb.megatron_core.refusals import Asked, refusals
     from megatron_zb.megatron_lm import argument_table
     from megatron_zb.plan.model_flags import model_of
 
     parser = settings.add_megatron_lm_arguments(argument_table.parser_of(installed_series()))
     args = parser.parse_args(list(words))
-    if sliced or args.pipeline_slices is not None:
-        asked = Asked(args=args, choice="", facts={"pipeline_slices": True})
-        raise_first(refusals(asked, only=("slices",)))
+    for feature in FEATURES:
+        feature.check_training(args, arguments)
     model = model_of(args)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
@@ -92,20 +88,12 @@ def _sizes(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the sizes that arguments give, and the flags that give them."""
     names = {**_SIZES, **(_OF_EXPERTS if has_experts else {})}
-    slicing = getattr(given, "pipeline_slices", None)
-    if slicing is not None and str(slicing) != str(slicing.slices):
-        raise UsageError(
-            f"--pipeline-slices {slicing}: slices of a plan have equal lengths: give their number"
-        )
+    of_features = {name: of for it in FEATURES for name, of in it.read(given).items()}
     names = {name: of for name, of in names.items() if hasattr(given, of)}
     out = {name: str(getattr(given, of)) for name, of in names.items()}
     flags = {name: flag_of(of) for name, of in names.items()}
-    granularity = getattr(given, "recompute_granularity", None)
-    if granularity is not None or hasattr(given, "recompute_activations"):
-        modules = getattr(given, "recompute_modules", None) if granularity == "selective" else None
-        out["recompute"] = "+".join(modules) if modules else granularity or "selective"
-        of = "recompute_granularity" if granularity else "recompute_activations"
-        flags["recompute"] = flag_of("recompute_modules" if modules else of)
+    out |= {name: value for name, (value, _) in of_features.items()}
+    flags |= {name: flag for name, (_, flag) in of_features.items()}
     if hasattr(given, "fp8"):
         out["precision"], flags["precision"] = "fp8", "--fp8-format"
     return out, flags
@@ -131,16 +119,16 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
     job = PlanJob(
         model=model,
         device=device,
-        gpus=_whole("--gpus", arguments.gpus, 64, _MOST_GPUS),
+        gpus=whole_number("--gpus", arguments.gpus, 64, _MOST_GPUS),
         memory=device.memory_bytes,
-        global_batch=_whole(
+        global_batch=whole_number(
             "--global-batch-size",
             model.global_batch_size
             if arguments.global_batch_size is None
             else arguments.global_batch_size,
             512,
         ),
-        sequence=_whole(
+        sequence=whole_number(
             "--seq-length",
             model.sequence_length if arguments.seq_length is None else arguments.seq_length,
             4096,
@@ -148,42 +136,18 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
         choices=_choices(arguments, model, device, flags),
         post_validation=arguments.post_validation,
         snapshot=arguments.snapshot,
-        vocabulary=arguments.vocabulary or "auto",
-        recomputes=arguments.pipeline_recompute == "auto",
-        offloads=_may_offload(arguments, device),
+        features=tuple(it.asked(arguments, Described(model, device, flags)) for it in FEATURES),
         frozen=arguments.lora is not None,
     )
     if training is not None:
         job = _with_given(job, training)
-    _whole("--tries", arguments.tries, 3)
-    _whole("--top", arguments.top, 8)
+    whole_number("--tries", arguments.tries, 3)
+    whole_number("--top", arguments.top, 8)
     names = None if arguments.schedules is None else names_in(arguments.schedules)
     found = candidates_of(names, overlap=not arguments.no_overlap_p2p)
-    return job, with_slices(found, job.choices.slices, named=names is not None)
-
-
-def lengths(arguments: argparse.Namespace, job: PlanJob) -> SequenceLengths | None:
-    """Return the lengths of sequences, if they are requested.
-
-    Raises:
-        UsageError: they cannot be read, or a microbatch would have several samples.
-    """
-    if arguments.lengths is None:
-        if arguments.packing is not None:
-            raise UsageError("--packing needs --lengths, such as --lengths lognormal:4096:0.9")
-        return None
-    if job.has_slices:
-        raise UsageError(
-            f"--slices {arguments.slices} cannot be combined with --lengths: slices are of samples "
-            "of one length: leave one out"
-        )
-    if arguments.micro_batch_size not in (None, "1"):
-        raise UsageError(
-            f"--micro-batch-size {arguments.micro_batch_size} cannot be combined with --lengths, "
-            "where a microbatch is one sequence or one pack: leave it out"
-        )
-    packs = arguments.packing == "first-fit"
-    return SequenceLengths.read(arguments.lengths, job.sequence, packs=packs)
+    for feature in job.features:
+        found = feature.candidates(found, named=names is not None)
+    return job, found
 
 
 _OF_CONFIG = (
@@ -230,7 +194,7 @@ def check_only_measured(arguments: argparse.Namespace) -> None:
             )
     if arguments.chart:
         raise UsageError("--chart needs --config: a profile lacks the memory of a GPU")
-    _whole("--top", arguments.top, 8)
+    whole_number("--top", arguments.top, 8)
 
 
 def _model(arguments: argparse.Namespace) -> ModelConfig:
@@ -247,7 +211,7 @@ def _training(arguments: argparse.Namespace) -> Training | None:
             f"--config and the arguments of a training, {arguments.words[0]} first, both describe "
             "a model: leave one out"
         )
-    return read_training(arguments.words, sliced=arguments.slices not in (None, "1"))
+    return read_training(arguments.words, arguments)
 
 
 def _take_sizes(arguments: argparse.Namespace, training: Training) -> dict[str, str]:
@@ -313,14 +277,6 @@ def _check_given(arguments: argparse.Namespace) -> None:
         raise UsageError("--chart cannot be combined with --format json: leave one of them out")
 
 
-def _whole(flag: str, value: int, example: int, most: int = 10_000_000) -> int:
-    if not 1 <= value <= most:
-        raise UsageError(
-            f"{flag} {value} is not between 1 and {most}: give, for example, {flag} {example}"
-        )
-    return value
-
-
 def _check_precision(precision: str, device: DeviceConfig, flag: str | None) -> str:
     if precision == "fp8" and device.fp8_products is None:
         instead = f"leave {flag} out" if flag else "give --precision bf16"
@@ -329,17 +285,6 @@ def _check_precision(precision: str, device: DeviceConfig, flag: str | None) -> 
             f"{instead}, or give a device that has them, such as --device h100_sxm"
         )
     return precision
-
-
-def _may_offload(arguments: argparse.Namespace, device: DeviceConfig) -> bool:
-    if arguments.pipeline_offload != "auto":
-        return False
-    if device.host is None:
-        raise UsageError(
-            f"--pipeline-offload auto: the description of {device.name} has no host: give "
-            "--pipeline-offload off, or a device that has one, such as --device a100_80gb_sxm"
-        )
-    return True
 
 
 def _check_experts(arguments: argparse.Namespace, model: ModelConfig) -> None:
@@ -362,38 +307,19 @@ def _choices(
         for kind in recompute:
             check_recomputation(model, kind, flags.get("recompute", RECOMPUTE_FLAG))
 
-    def numbers(name: str) -> tuple[int, ...] | None:
-        return _numbers(flags.get(name, flag_of(name)), getattr(arguments, name))
+    def sizes(name: str) -> tuple[int, ...] | None:
+        return numbers(flags.get(name, flag_of(name)), getattr(arguments, name))
 
     precision = arguments.precision or "bf16"
     return Choices(
-        tensor=numbers("tensor"),
-        pipeline=numbers("pipeline"),
-        microbatch=numbers("micro_batch_size"),
+        tensor=sizes("tensor"),
+        pipeline=sizes("pipeline"),
+        microbatch=sizes("micro_batch_size"),
         recompute=recompute,
-        context=numbers("context"),
-        expert=numbers("expert"),
-        expert_tensor=numbers("expert_tensor"),
+        context=sizes("context"),
+        expert=sizes("expert"),
+        expert_tensor=sizes("expert_tensor"),
         precision=_check_precision(precision, device, flags.get("precision")),
-        slices=_slices(arguments.slices),
-        slice_tokens=least_tokens(model.hidden_size)
-        if arguments.slice_tokens is None
-        else _whole("--slice-tokens", arguments.slice_tokens, LEAST_TOKENS),
         overlap=not arguments.no_overlap_data_parallel,
         flags={_CHOICES.get(name, name): flag for name, flag in flags.items()},
     )
-
-
-def _slices(text: str | None) -> tuple[int, ...]:
-    if text == "auto":
-        return tuple(2**power for power in range(MOST_SLICES.bit_length()))
-    return _numbers("--slices", text) or (1,)
-
-
-def _numbers(flag: str, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(p.isascii() and p.isdecimal() and 0 < len(p) < 8 and int(p) > 0 for p in parts):
-        raise UsageError(f"{flag} '{text}' is no list of sizes: give, for example, {flag} 2,4")
-    return tuple(sorted({int(part) for part in parts}))

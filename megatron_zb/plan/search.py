@@ -8,36 +8,44 @@ microbatch, recomputation, number of chunks and layout.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from itertools import filterfalse
+from typing import TypeVar
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import gib
-from megatron_zb.plan.prediction import Ordered, Prediction, ordered
+from megatron_zb.plan.features.catalog import features_of, stands_apart, units_of, with_features
+from megatron_zb.plan.features.feature import (
+    WORTH_A_CHANGE,
+    PlanFeature,
+    PlanRequest,
+    RankedRows,
+    Ranking,
+    VariantFeature,
+)
+from megatron_zb.plan.prediction import Ordered, ordered
+from megatron_zb.plan.rows import Prediction, fastest
 from megatron_zb.plan.settings import SLACK, CountedSetting, CountedSettings, PlanJob
 from megatron_zb.plan.stages import StageWorkload
 from megatron_zb.plan.strategy import (
-    MEGATRON_OVERLAP,
     NO_PIPELINE,
     ScheduleCandidate,
     Strategy,
-    of_overlap,
-    with_those_of_auto,
+    candidates_of,
 )
 from megatron_zb.plan.work import Workload
 from megatron_zb.plan.workers import Each
 from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.placement import Placement
 
-WORTH_A_CHANGE = 0.01  # of the tokens per second; predictions are not better than that
-# Most schedules to try with vocabulary parallelism or pairs: these searches take seconds.
-VARIANTS = 3
+# Most schedules to try with a feature: these searches take seconds.
+MOST_VARIANTS = 3
 # Settings of each of them to simulate.
 _VARIANT_TRIES = 2
-# Most settings with slices to build for a schedule where none fits: each takes seconds.
+# Most settings of parts of microbatches to build where none fits: each takes seconds.
 _BUILT = 12
 # Skip settings whose rate by formula is below this share of the best simulated one.
 _HOPELESS = 0.97
@@ -46,7 +54,7 @@ _SEARCHES = 3
 _WORTH_A_SEARCH = 1.001
 # Most memory limits to search an order within.
 _LIMITS = 3
-# Most settings to search with recomputation or offload, and most forwards of one.
+# Most settings to search in which activations may be freed, and most forwards of one.
 _MORE_SEARCHES = 2
 _MOST_FORWARDS = 1100
 
@@ -59,88 +67,88 @@ def silent(text: str, done: int, of: int) -> None:
     """Show no progress."""
 
 
-class PlanRequest(Protocol):
-    """Request of a plan, as every search reads it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def vocabulary(self) -> str: ...
-    @property
-    def why_not_sharded(self) -> str | None: ...
-
-
 class PlanSearch(ABC):
-    """Steps of a search: every schedule, then the most promising ones in other variants.
+    """Steps of a search: every schedule, then the most promising ones with each feature.
 
-    A variant has vocabulary parallelism, or pairs that hide the expert all-to-all. ``auto`` is the
-    best of all.
+    ``auto`` is the best of all.
 
     Attributes:
         own: schedules that are looked at beside the chosen ones.
-        has_pairs: whether pairs can hide anything.
+        request: the request of the plan.
         watch: called with the current schedule, the number of schedules done, and the total.
     """
 
     AUTO_IS_LAST = False
 
     own: Sequence[ScheduleCandidate] = ()
-    has_pairs: bool
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(self, job: PlanRequest, watch: Watch) -> None:
+        self.request, self.watch = job, watch
+        self.variants = [it for it in job.features if isinstance(it, VariantFeature)]
 
-    def run(self, asked: PlanRequest, chosen: Sequence[ScheduleCandidate]) -> None:
+    def run(self, chosen: Sequence[ScheduleCandidate]) -> None:
         """Look at the schedules that are chosen, and at those of which ``auto`` takes the best.
 
         Raises:
-            UsageError: the output layer cannot be sharded in all of them, as requested.
+            UsageError: all schedules are to have a feature, and none can.
         """
-        why = asked.why_not_sharded
-        if asked.vocabulary == "on" and why is not None:
-            raise UsageError(
-                f"--vocabulary on: {asked.name} cannot shard its output layer, because {why}: "
-                "give --vocabulary auto"
-            )
-        everyone = [*self.own, *with_those_of_auto(chosen)]
-        if asked.vocabulary == "on":
-            everyone = [c if c.megatron else replace(c, vocabulary_parallel=True) for c in everyone]
+        everyone = [*self.own, *with_those_of_auto(chosen, self.request.features)]
+        for feature in self.variants:
+            if feature.choice == "on":
+                if (why := feature.why_not(self.request)) is not None:
+                    raise UsageError(feature.refusal.format(name=self.request.name, why=why))
+                everyone = [c if c.megatron else feature.set_in(c) for c in everyone]
         named = [candidate for candidate in everyone if not candidate.takes_the_best]
         autos: list[_Step] = [
             (candidate.name, partial(self.take_the_best, candidate))
             for candidate in everyone
             if candidate.takes_the_best
         ]
-        variants: list[_Step] = []
-        if asked.vocabulary == "auto" and why is None:
-            variants.append(("vocabulary parallelism", partial(self.try_sharded, named)))
-        if self.has_pairs:
-            variants.append(("pairs", partial(self.try_pairs, named)))
-        total = len(everyone) + len(variants)
+        tried: list[_Step] = [
+            (feature.words, partial(self.try_variants, feature, named))
+            for feature in self.variants
+            if self.tries(feature)
+        ]
+        total = len(everyone) + len(tried)
         self.watch(named[0].name, 0, total)
         for done, _ in enumerate(self.look(named), start=1):
             self.watch(everyone[min(done, len(everyone) - 1)].name, done, total)
-        steps = [*variants, *autos] if self.AUTO_IS_LAST else [*autos, *variants]
+        steps = [*tried, *autos] if self.AUTO_IS_LAST else [*autos, *tried]
         for done, (what, step) in enumerate(steps, start=len(named)):
             self.watch(what, done, total)
             step()
         self.watch("", total, total)
+
+    def tries(self, feature: VariantFeature) -> bool:
+        """Return whether schedules are tried with a feature."""
+        return feature.choice == "auto" and feature.why_not(self.request) is None
 
     @abstractmethod
     def look(self, named: Sequence[ScheduleCandidate]) -> Iterator[ScheduleCandidate]:
         """Add the results of each schedule, without variants, and yield it."""
 
     @abstractmethod
-    def try_sharded(self, named: Sequence[ScheduleCandidate]) -> None:
-        """Look at promising schedules with vocabulary parallelism."""
-
-    @abstractmethod
-    def try_pairs(self, named: Sequence[ScheduleCandidate]) -> None:
-        """Look at promising schedules with pairs."""
+    def try_variants(self, feature: VariantFeature, named: Sequence[ScheduleCandidate]) -> None:
+        """Look at promising schedules with a feature."""
 
     @abstractmethod
     def take_the_best(self, candidate: ScheduleCandidate) -> None:
         """Add ``auto``: the best of all others, or what it finds by a search."""
+
+
+def with_those_of_auto(
+    chosen: Sequence[ScheduleCandidate], features: Sequence[PlanFeature]
+) -> list[ScheduleCandidate]:
+    """Return the chosen ones; with ``auto`` also the usual ones, of which it takes the best."""
+    others = [candidate for candidate in candidates_of(None) if not candidate.megatron]
+    found = list(chosen)
+    for candidate in chosen:
+        if candidate.takes_the_best:
+            with_it = [
+                it.of_these(others, named=False) for it in features if it.in_variant(candidate)
+            ]
+            found += next(iter(with_it), others)
+    return list(dict.fromkeys(found))
 
 
 # --- counted costs --------------------------------------------------------------------------------
@@ -157,34 +165,28 @@ class TooLarge:
         return f"a faster setting, {self.strategy}, needs {gib(self.needed)} and does not fit"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The best setting of each schedule, fastest first.
+@dataclass(frozen=True, kw_only=True)
+class Plan(RankedRows):
+    """The best setting of each schedule for a job.
 
     Attributes:
         job: the training job.
-        ranked: the best setting of each schedule.
         too_large: for each schedule, the most promising setting that does not fit.
         nothing_for: why a schedule is not in the table.
         settings: number of settings counted by formula.
         simulated: number of settings whose schedule was built.
-        unsharded: for each row with vocabulary parallelism, the best setting without.
-        sharded: the best with vocabulary parallelism, in the table or not.
-        recompute_or_offload: the best that recomputes or offloads activations.
-        all_kept: the best of ``auto`` that does neither.
+        freed: the best that frees activations between F and B.
+        all_kept: the best of ``auto`` that does not.
         given: the run of the arguments, whether it fits or not; None without one.
         why_not_given: why there is none.
     """
 
     job: PlanJob
-    ranked: tuple[Prediction, ...]
     too_large: dict[str, TooLarge]
     nothing_for: dict[str, str]
     settings: int
     simulated: int
-    unsharded: dict[str, Prediction] = field(default_factory=dict)
-    sharded: Prediction | None = None
-    recompute_or_offload: Prediction | None = None
+    freed: Prediction | None = None
     all_kept: Prediction | None = None
     given: Prediction | None = None
     why_not_given: str = ""
@@ -213,7 +215,7 @@ def search(
     """
     asked = [candidate.name for candidate in candidates]
     found = _CountedSearch(_Looking(CountedSettings.of(job), tries), asked, watch, each)
-    found.run(job, candidates)
+    found.run(candidates)
     return with_given(found.plan())
 
 
@@ -297,7 +299,7 @@ class _Looking:
             reached = found.prediction.tokens_per_gpu * job.gpus if found.prediction else 0.0
             if fitting >= tries or setting.rate < _HOPELESS * reached:
                 break
-            if setting.candidate.is_sliced and len(found.tried) >= _BUILT:
+            if units_of(setting.load).count > 1 and len(found.tried) >= _BUILT:
                 break
             if setting.memory > SLACK * job.memory:
                 found.note(setting, setting.memory)
@@ -317,14 +319,15 @@ class _Looking:
         except UsageError:
             found.note(setting, setting.memory)
             return False
-        if staged.overlaps_all_to_all and not (order.schedule and order.schedule.pairs):
-            return False  # it is a row without pairs
+        tried = (it for it in staged.features if isinstance(it, VariantFeature))
+        if not all(feature.is_used(order.schedule) for feature in tried):
+            return False  # it is a row without the feature
         prediction = order.predicted() if order.memory.total <= job.memory else None
         found.tried.append(_Tried(setting, staged, prediction))
         if prediction is None:
             found.note(setting, order.memory.total)
             return False
-        found.prediction = _fastest(filter(None, (found.prediction, prediction)))
+        found.prediction = fastest(found.prediction, prediction)
         return True
 
     def searched(
@@ -372,7 +375,7 @@ def _within(
             placement=staged.placement,
             back_to_back=job.back_to_back and job.post_validation,
             quick=True,
-            slices=staged.slicing or 1,
+            slices=staged.units.cut,
         )
 
     chunks = staged.placement.chunks
@@ -387,22 +390,22 @@ class _CountedSearch(PlanSearch):
     """Results of all schedules so far, by their names."""
 
     def __init__(self, looking: _Looking, asked: Collection[str], watch: Watch, each: Each) -> None:
-        super().__init__(watch)
+        super().__init__(looking.job, watch)
         self.looking, self.each, self.job = looking, each, looking.job
-        self.has_pairs = not self.job.post_validation and looking.settings.have_all_to_all
-        overlap = [of_overlap()] if self.has_pairs else []
-        self.own = [*overlap, ScheduleCandidate(NO_PIPELINE, "1f1b", megatron=True)]
+        tried = (feature.own for feature in self.variants if self.tries(feature))
+        self.own = [*filter(None, tried), ScheduleCandidate(NO_PIPELINE, "1f1b", megatron=True)]
         self.asked = {*asked, *(candidate.name for candidate in self.own)}
-        self.best: dict[str, Prediction] = {}
+        self.ranking = Ranking()
         self.tried: list[_Tried] = []
         self.too_large: dict[str, TooLarge] = {}
-        self.nothing: dict[str, str] = {}
         self.smallest: dict[str, tuple[float, str]] = {}
         self.settings = self.simulated = 0
-        self.unsharded: dict[str, Prediction] = {}
-        self.sharded: Prediction | None = None
-        self.recompute_or_offload: Prediction | None = None
+        self.best_with: dict[type[PlanFeature], Prediction] = {}
+        self.freed: Prediction | None = None
         self.all_kept: Prediction | None = None
+
+    def tries(self, feature: VariantFeature) -> bool:
+        return super().tries(feature) and self.looking.settings.have(feature)
 
     def plan(self) -> Plan:
         """Return the rows of the schedules that were requested.
@@ -414,11 +417,11 @@ class _CountedSearch(PlanSearch):
         def of_asked(found: dict[str, _Value]) -> dict[str, _Value]:
             return {name: value for name, value in found.items() if name in self.asked}
 
-        rows, too_large = list(of_asked(self.best).values()), of_asked(self.too_large)
+        rows, too_large = list(of_asked(self.ranking.best).values()), of_asked(self.too_large)
         if not rows:
             smallest = list(of_asked(self.smallest).values())
             raise UsageError(_describe_too_small(self.job, smallest, too_large))
-        nothing = of_asked(self.nothing)
+        nothing = of_asked(self.ranking.nothing)
         nothing.pop(NO_PIPELINE, None)
         return Plan(
             job=self.job,
@@ -427,9 +430,9 @@ class _CountedSearch(PlanSearch):
             nothing_for=nothing,
             settings=self.settings,
             simulated=self.simulated,
-            unsharded=of_asked(self.unsharded),
-            sharded=self.sharded,
-            recompute_or_offload=self.recompute_or_offload,
+            replaced=of_asked(self.ranking.replaced),
+            best_with=self.best_with,
+            freed=self.freed,
             all_kept=self.all_kept,
         )
 
@@ -441,8 +444,8 @@ class _CountedSearch(PlanSearch):
             if found.smallest is not None:
                 self.smallest[name] = found.smallest
             self._enter(name, found.prediction, found.too_large, found.settings > 0)
-            if found.candidate.vocabulary_parallel:
-                self._note_sharded(found.prediction)
+            for feature in features_of(found.candidate):
+                self._note(feature, found.prediction)
             yield found.candidate
 
     def _count(self, found: _Found) -> None:
@@ -453,68 +456,36 @@ class _CountedSearch(PlanSearch):
         self, name: str, best: Prediction | None, too_large: TooLarge | None, has_settings: bool
     ) -> None:
         if best is not None:
-            self.best[name] = best
+            self.ranking.best[name] = best
         elif has_settings:
             least = f": {too_large}" if too_large is not None else ""
-            self.nothing[name] = f"nothing fits{least}"
+            self.ranking.nothing[name] = f"nothing fits{least}"
         else:
-            self.nothing[name] = "no setting has layers and microbatches that divide"
+            self.ranking.nothing[name] = "no setting has layers and microbatches that divide"
         if too_large is not None:
             self.too_large[name] = too_large
 
-    def _note_sharded(self, row: Prediction | None) -> None:
-        self.sharded = _fastest(filter(None, (self.sharded, row)))
+    def _note(self, feature: PlanFeature, row: Prediction | None) -> None:
+        """Record a row with a feature, if it is the fastest."""
+        if (best := fastest(self.best_with.get(type(feature)), row)) is not None:
+            self.best_with[type(feature)] = best
 
-    def _variants(
-        self, named: Iterable[ScheduleCandidate], floor: float, **change: Any
-    ) -> Iterator[_Found]:
-        """Yield the results of the schedules that formulas promise most of, in a variant."""
-        changed = [replace(candidate, **change) for candidate in named]
-        promising = self.looking.settings.promising(changed)[:VARIANTS]
+    def try_variants(self, feature: VariantFeature, named: Sequence[ScheduleCandidate]) -> None:
+        whole = {name: row for name, row in self.ranking.best.items() if not stands_apart(row)}
+        reached = [row.tokens_per_gpu for name, row in whole.items() if name in self.asked]
+        floor = feature.floor(reached)
+        feature.take(self.ranking, self._with(feature, named, floor), floor)
+
+    def _with(
+        self, feature: VariantFeature, named: Sequence[ScheduleCandidate], floor: float
+    ) -> Iterator[tuple[str, Prediction | None]]:
+        """Yield the rows of the schedules that formulas promise most of, with a feature."""
+        changed = [with_features(c, [feature]) for c in named if feature.is_able(c)]
+        promising = self.looking.settings.promising(changed)[:MOST_VARIANTS]
         for found in self.each(partial(self.looking.at_variant, floor), promising):
             self._count(found)
-            yield found
-
-    def try_sharded(self, named: Sequence[ScheduleCandidate]) -> None:
-        """Let schedules with vocabulary parallelism take the place of those without.
-
-        One does where it is ahead of every row that was requested by more than predictions are off.
-        """
-        whole = {name: row for name, row in self.best.items() if row.slicing is None}
-        reached = [row.tokens_per_gpu for name, row in whole.items() if name in self.asked]
-        floor = max(reached, default=0.0) * (1 + WORTH_A_CHANGE)
-        able = [candidate for candidate in named if not candidate.overlaps_all_to_all]
-        for found in self._variants(able, floor, vocabulary_parallel=True):
-            row, name = found.prediction, found.candidate.name
-            self._note_sharded(row)
-            if row is not None and row.tokens_per_gpu >= floor:
-                self._replace(name, row)
-                self.nothing.pop(name, None)
-        auto, sharded = self.best.get("auto"), self.sharded
-        if auto and sharded and sharded.tokens_per_gpu >= max(floor, auto.tokens_per_gpu):
-            self._replace("auto", replace(sharded, candidate="auto"))
-
-    def try_pairs(self, named: Sequence[ScheduleCandidate]) -> None:
-        """Let schedules whose pairs hide the expert all-to-all take the place of slower rows."""
-        if (own := self.best.get(MEGATRON_OVERLAP)) is not None:
-            self._enter_if_faster("auto", own)  # in this package's order of the same
-        able = [candidate for candidate in named if candidate.finds_pairs]
-        for found in self._variants(able, 0.0, vocabulary_parallel=False, overlaps_all_to_all=True):
-            if found.prediction is not None:
-                self._enter_if_faster(found.candidate.name, found.prediction)
-                self._enter_if_faster("auto", found.prediction)
-
-    def _enter_if_faster(self, name: str, row: Prediction) -> None:
-        before = self.best.get(name)
-        known = name in self.best or name in self.nothing
-        if known and (before is None or row.tokens_per_gpu > before.tokens_per_gpu):
-            self.best[name] = replace(row, candidate=name)
-            self.nothing.pop(name, None)
-
-    def _replace(self, name: str, row: Prediction) -> None:
-        if name in self.best:
-            self.unsharded[name] = self.best[name]
-        self.best[name] = row
+            self._note(feature, found.prediction)
+            yield found.candidate.name, found.prediction
 
     def take_the_best(self, candidate: ScheduleCandidate) -> None:
         best = self._best_of_the_others(candidate)
@@ -528,51 +499,52 @@ class _CountedSearch(PlanSearch):
             if best is not None and optimistic < best.tokens_per_gpu * _WORTH_A_SEARCH:
                 break
             self.simulated += 1
-            best = _fastest(filter(None, (best, next(found))))
-        settings = self._promising_with_recompute_or_offload(candidate, best)
+            best = fastest(best, next(found))
+        settings = self._promising_if_freed(candidate, best)
         fitting = [row for row in self.each(searched, settings) if row is not None]
         self.simulated += len(settings)
-        known = [best, *(row for row in fitting if not (row.recomputed or row.offloaded))]
-        best = _fastest(filter(None, known))
-        freed = _fastest(row for row in fitting if row.recomputed or row.offloaded)
-        self.all_kept = _fastest(filter(None, (self.all_kept, best)))
-        self.recompute_or_offload = _fastest(filter(None, (self.recompute_or_offload, freed)))
+
+        def frees(row: Prediction) -> bool:
+            return any(feature.is_in(row) for feature in self.job.freeing)
+
+        best = fastest(best, *filterfalse(frees, fitting))
+        freed = fastest(*filter(frees, fitting))
+        self.all_kept = fastest(self.all_kept, best)
+        self.freed = fastest(self.freed, freed)
         if freed is not None:
             enough = best.tokens_per_gpu * (1 + WORTH_A_CHANGE) if best else 0.0
             best = freed if freed.tokens_per_gpu > enough else best
         self._enter(candidate.name, best, None, bool(self.tried))
 
-    def _promising_with_recompute_or_offload(
+    def _promising_if_freed(
         self, candidate: ScheduleCandidate, best: Prediction | None
     ) -> list[tuple[float, StageWorkload, int]]:
-        """Return the most promising settings for recomputation or offload.
+        """Return the most promising settings with features that free activations.
 
-        They are some that nearly fit, and some that fit only if activations are recomputed or
-        offloaded.
+        They are some that nearly fit, and some that fit only if activations are freed.
         """
-        job = self.job
-        if not (job.recomputes or job.offloads) or candidate.vocabulary_parallel:  # refused
+        if not self.job.freeing or any(it.in_variant(candidate) for it in self.variants):  # refused
             return []
         near = [(staged, m) for _, staged, m in self._promising(candidate)]
-        far = self.looking.settings.if_recomputed(candidate)
+        far = self.looking.settings.if_freed(candidate)
         enough = best.tokens_per_gpu * (1 + WORTH_A_CHANGE) if best else 0.0
         found = []
         for settings in (near, far):
-            entries = [self._with_recompute_or_offload(candidate, *setting) for setting in settings]
+            entries = [self._freeing(candidate, *setting) for setting in settings]
             able = [entry for entry in entries if entry is not None and entry[0] >= enough]
             ordered = able if settings is far else sorted(able, key=lambda entry: -entry[0])
             found += ordered[:_MORE_SEARCHES]
         return found
 
-    def _with_recompute_or_offload(
+    def _freeing(
         self, candidate: ScheduleCandidate, kept: StageWorkload, m: int
     ) -> tuple[float, StageWorkload, int] | None:
-        """Return a setting with recomputation or offload, and its bound; None if it has neither."""
-        recomputes = self.job.recomputes and kept.load.strategy.recompute != "full"
-        staged = replace(kept, recomputes=recomputes, offloads=self.job.offloads)
-        is_large = not candidate.is_sliced and m * kept.placement.num_stages > _MOST_FORWARDS
-        if not (recomputes or self.job.offloads) or is_large:
+        """Return a setting that may free activations, and its bound; None if it cannot."""
+        features = tuple(it for it in self.job.freeing if it.is_possible(kept.load))
+        is_large = kept.units.count == 1 and m * kept.placement.num_stages > _MOST_FORWARDS
+        if not features or is_large:
             return None
+        staged = replace(kept, features=(*kept.features, *features))
         return self.job.optimistic(staged, m), staged, m
 
     def _best_of_the_others(self, candidate: ScheduleCandidate) -> Prediction | None:
@@ -584,44 +556,36 @@ class _CountedSearch(PlanSearch):
         for tried in self.tried:
             if tried.prediction is None or tried.staged.placement.pipeline_size == 1:
                 continue
-            if tried.staged.vocabulary_parallel is not candidate.vocabulary_parallel:
+            if tried.staged.features != features_of(candidate):
                 continue
-            if tried.staged.overlaps_all_to_all:
-                continue  # the searches for pairs are those of the named schedules
             of = tried.setting.candidate
-            if of.is_sliced is not candidate.is_sliced:
-                continue
             if not of.blocking:
                 found.append(tried.prediction)
-            elif self.best[of.name] is tried.prediction:
+            elif self.ranking.best[of.name] is tried.prediction:
                 setting = replace(tried.setting, candidate=replace(of, blocking=False))
                 own.append(_ordered(self.job, setting, tried.staged).predicted())
-        best = _fastest([*found, *own])
+        best = fastest(*found, *own)
         return None if best is None else replace(best, candidate=candidate.name)
 
     def _promising(self, candidate: ScheduleCandidate) -> list[tuple[float, StageWorkload, int]]:
         """Return every setting once, with a bound on its tokens per second and GPU, best first.
 
-        Settings with slices are those of ``candidate`` with slices.
+        The search for an order with a feature that schedules are tried with is that of the named
+        schedules.
         """
+        own = tuple(it for it in features_of(candidate) if not isinstance(it, VariantFeature))
         seen: dict[
             tuple[Strategy, Placement, tuple[int, ...]], tuple[float, StageWorkload, int]
         ] = {}
         for tried in self.tried:
             staged = tried.staged
             key = (staged.load.strategy, staged.placement, staged.layout)
-            if staged.vocabulary_parallel or staged.overlaps_all_to_all:
-                continue  # the search for an order with shards is that of the named schedules
-            if tried.setting.candidate.is_sliced is not candidate.is_sliced:
+            if staged.features != own:
                 continue
             if staged.placement.pipeline_size > 1 and key not in seen:
                 rate = self.job.optimistic(staged, tried.setting.m)
                 seen[key] = (rate, staged, tried.setting.m)
         return sorted(seen.values(), key=lambda entry: -entry[0])
-
-
-def _fastest(rows: Iterable[Prediction]) -> Prediction | None:
-    return max(rows, key=lambda row: row.tokens_per_gpu, default=None)
 
 
 def _describe_too_small(

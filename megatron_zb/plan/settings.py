@@ -16,12 +16,13 @@ from megatron_zb.plan import byte_counts
 from megatron_zb.plan.byte_counts import ActivationBytes, StateBytes
 from megatron_zb.plan.device import DeviceConfig
 from megatron_zb.plan.encoder import CountedEncoder
+from megatron_zb.plan.ends import WholeEnds
+from megatron_zb.plan.features.catalog import FEATURES, features_of, units_of
+from megatron_zb.plan.features.feature import FreedActivations, PlanFeature
 from megatron_zb.plan.given_run import GivenRun
 from megatron_zb.plan.model import ModelConfig
-from megatron_zb.plan.operators import modules_of
 from megatron_zb.plan.prediction import IterationSettings
-from megatron_zb.plan.slices import are_long, prefix, why_not_sliced
-from megatron_zb.plan.stages import StageWorkload, average_layer, worth_a_simulation
+from megatron_zb.plan.stages import StageWorkload, average_layer, ends_of, worth_a_simulation
 from megatron_zb.plan.step import at_least, by_formula
 from megatron_zb.plan.strategy import (
     Choices,
@@ -30,7 +31,7 @@ from megatron_zb.plan.strategy import (
     no_strategy_message,
     strategies,
 )
-from megatron_zb.plan.vocabulary import CountedShard, can_be_shared
+from megatron_zb.plan.units import WholeUnits
 from megatron_zb.plan.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, catalog
 from megatron_zb.schedules.bounds import Grain, lower_bound, period_bound
@@ -41,64 +42,54 @@ from megatron_zb.schedules.placement import Placement
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """A workload cut evenly, ends included: average work and memory of a rank.
-
-    With ``vocabulary_parallel``, every rank has a shard of the output layer.
-    """
+    """A workload cut evenly, ends included: average work and memory of a rank."""
 
     load: Workload
-    vocabulary_parallel: bool = False
+    features: tuple[PlanFeature, ...] = ()
+
+    @cached_property
+    def ends(self) -> WholeEnds:
+        """Embedding and output layer."""
+        return ends_of(self.load, self.features)
+
+    @cached_property
+    def units(self) -> WholeUnits:
+        """Units that passes work on."""
+        return units_of(self.load)
 
     @cached_property
     def _middle(self) -> int:
         return self.load.model.layers - 1
 
     @cached_property
-    def _parts(self) -> tuple[PassSeconds, PassSeconds]:
-        return average_layer(self.load), self.load.output()
+    def _layer(self) -> PassSeconds:
+        return average_layer(self.load)
 
     @cached_property
-    def _encoder(self) -> CountedEncoder:
-        return CountedEncoder(self.load)
-
-    @cached_property
-    def _shard(self) -> PassSeconds:
-        shard = CountedShard(self.load)
-        return PassSeconds(shard.output + shard.lookup, shard.loss, shard.weight + shard.lookup)
-
-    @cached_property
-    def _rank_beside_shard(self) -> PassSeconds:
-        pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
-        layer = self._parts[0]
-        ends = CountedShard(self.load).looked_up + self.load.prediction() + self._encoder.work
-        equal = (layer * layers + ends) * (1 / pipeline)
-        return max(equal, layer * math.ceil(layers / pipeline - 0.5), key=lambda w: w.total)
+    def _stages(self) -> PassSeconds:
+        return self.ends.busiest(self._layer, CountedEncoder(self.load).work)
 
     @cached_property
     def rank(self) -> PassSeconds:
         """Seconds of a microbatch on the slowest rank of the best layout."""
-        if self.vocabulary_parallel:
-            return self._rank_beside_shard + self._shard
-        pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
-        layer, output = self._parts
-        whole = layer * layers + output + self.load.embedding() + self._encoder.work
-        equal = whole * (1 / pipeline)
-        in_layers = math.ceil((layers + output.total / layer.total) / pipeline - 0.5)
-        slowest = max(equal, layer * in_layers, key=lambda w: w.total)
-        return max(slowest, output, self._encoder.work, key=lambda w: w.total)
+        return self.ends.added_to(self._stages, is_last=True)
 
     def rank_with(self, placement: Placement) -> PassSeconds:
         """Return :attr:`rank` where every stage but the first and the last has a layer at least."""
-        if self.vocabulary_parallel:
-            return self.rank
-        layer, output = self._parts
-        others = [s for s in placement.stages_of[placement.rank_of[-1]] if s]
-        fullest = output + layer * (len(others) - 1)
-        return max(self.rank, fullest, key=lambda w: w.total)
+        return self.ends.added_to(self.of_stages(placement), is_last=True)
 
     def of_stages(self, placement: Placement) -> PassSeconds:
-        """Return :meth:`rank_with` without the shard of the rank, which fills waits."""
-        return self._rank_beside_shard if self.vocabulary_parallel else self.rank_with(placement)
+        """Return :meth:`rank_with` without what a rank has beside its stages, which fills waits."""
+        fullest = self.ends.fullest(self._layer, placement)
+        return max(self._stages, fullest, key=lambda w: w.total)
+
+    @cached_property
+    def share_left(self) -> float:
+        """Share of a rank's seconds that is left at best with what features hide."""
+        whole, layers = self.rank.total, range(self.load.model.layers)
+        hidden = 2 * sum(of.hidden(self.load, layer) for of in self.features for layer in layers)
+        hidden /= self.load.strategy.pipeline
+        return min(1.0, max(whole - hidden, hidden) / whole)
 
     @cached_property
     def held(self) -> ActivationBytes:
@@ -120,10 +111,11 @@ class EvenSplit:
         states = byte_counts.rank_states(
             self.load,
             range(layers - count, layers),
-            embedding=not self.vocabulary_parallel,
+            embedding=True,
             output=False,
+            ends_apart=self.ends.are_apart,
         )
-        return states + CountedShard(self.load).states if self.vocabulary_parallel else states
+        return states + self.ends.states
 
 
 def estimated_seconds(
@@ -134,7 +126,7 @@ def estimated_seconds(
     if p == 1:
         return m * split.rank.total + by_formula(split.load, split.states, split.rank)
     placement = candidate.placement(p, chunks)
-    n = split.load.strategy.slices
+    n = split.units.count
     work, latency, v = split.rank_with(placement), split.load.latency(False), placement.chunks
     stages = split.of_stages(placement)
     if candidate.blocking:
@@ -151,13 +143,13 @@ def estimated_memory(
 ) -> float:
     """Estimate the bytes of the first rank, by the peak that the catalog promises."""
     p = split.load.strategy.pipeline
-    n = split.load.strategy.slices
-    peak = (_peak(candidate, p, m * n, chunks) + n - 1) / n  # all slices are held before B
-    peak = min(m, peak + split.vocabulary_parallel / n)
+    n = split.units.count
+    peak = (_peak(candidate, p, m * n, chunks) + n - 1) / n  # all units are held before B
+    peak = min(m, peak + split.ends.more_held / n)
     fixed = split.states.total + split.load.device.reserved_bytes
-    fixed += prefix(split.load, split.load.model.attending // p)
+    fixed += split.units.kept(split.load.model.attending // p)
     held = split.held.activation
-    if n > 1 and candidate.splits:  # orders of many slices take too long to try what cannot fit
+    if n > 1 and candidate.splits:  # orders of many units take too long to try what cannot fit
         held = max(held, split.held.for_weight)
     return fixed + peak * held
 
@@ -175,8 +167,8 @@ def _peak(candidate: ScheduleCandidate, p: int, m: int, chunks: int | None) -> f
 SLACK = 1.1
 # Settings of each schedule whose layouts refine the formula before some are simulated.
 _REFINED = 40
-# Settings that fit only without activations whose layouts are looked for.
-_OF_RECOMPUTE = 4
+# Settings that fit only without some activations whose layouts are looked for.
+_OF_FREED = 4
 # Relative difference of rates by formula that decides nothing between numbers of chunks.
 _TIE = 0.002
 # Largest memory limit of auto, as a fraction of 1F1B's activations.
@@ -188,11 +180,9 @@ class PlanJob:
     """A training job: model, GPUs, bytes of memory per GPU, batch and allowed choices.
 
     With ``post_validation``, schedules are built for iterations back to back, unless
-    ``back_to_back`` is False. ``vocabulary`` parallelism over the pipeline ranks is in every
-    schedule of this package ("on"), in none ("off"), or where a schedule is faster by more than
-    the error of predictions ("auto"). ``recomputes`` allows ``auto`` to recompute activations, and
-    ``offloads`` to offload them to the host. Of a ``frozen`` model only adapters are trained.
-    ``given`` is the run of a training's arguments; ``why_not_given`` says why a plan has none.
+    ``back_to_back`` is False. ``features`` are all features, with what is asked of them. Of a
+    ``frozen`` model only adapters are trained. ``given`` is the run of a training's arguments;
+    ``why_not_given`` says why a plan has none.
     """
 
     model: ModelConfig
@@ -205,9 +195,7 @@ class PlanJob:
     post_validation: bool = False
     back_to_back: bool = True
     snapshot: bool = False
-    vocabulary: str = "auto"
-    recomputes: bool = False
-    offloads: bool = False
+    features: tuple[PlanFeature, ...] = FEATURES
     frozen: bool = False
     given: GivenRun | None = None
     why_not_given: str = ""
@@ -217,6 +205,10 @@ class PlanJob:
         """Name of the model."""
         return self.model.name
 
+    @property
+    def profile(self) -> None:
+        """No run has been measured."""
+
     def iteration(self, m: int, *, splits: bool = True) -> IterationSettings:
         """Return an iteration of m microbatches; steps are taken back where backwards are split."""
         return IterationSettings(
@@ -224,31 +216,10 @@ class PlanJob:
         )
 
     @property
-    def why_not_sharded(self) -> str | None:
-        """Why the output layer cannot be sharded, None if it can."""
-        if self.frozen:
-            return (
-                "its weights are frozen, and vocabulary parallelism has passes for their gradients"
-            )
-        if self.post_validation:
-            return "the forwards that post-validation runs again have no passes of it"
-        return None
-
-    @property
-    def has_slices(self) -> bool:
-        """Whether microbatches may be cut into token slices."""
-        return max(self.choices.slices) > 1
-
-    def check_slices(self) -> None:
-        """Refuse token slices where no run of the model has them.
-
-        Raises:
-            UsageError: names the reason.
-        """
-        why = why_not_sliced(self.model, post_validation=self.post_validation)
-        if self.has_slices and why is not None:
-            flag = self.choices.flag("slices")
-            raise UsageError(f"{flag}: microbatches cannot be cut, because {why}: leave it out")
+    def freeing(self) -> tuple[FreedActivations, ...]:
+        """Features by which ``auto`` may free activations."""
+        of_kind = (it for it in self.features if isinstance(it, FreedActivations))
+        return tuple(it for it in of_kind if it.choice != "off")
 
     def of_single_samples(self, tokens: int) -> PlanJob:
         """Return the job with microbatches of one sample that has ``tokens`` tokens."""
@@ -256,17 +227,13 @@ class PlanJob:
 
     def optimistic(self, staged: StageWorkload, m: int) -> float:
         """Return the tokens per second and GPU that no order of passes exceeds in a setting."""
-        costs, slicing = staged.costs(blocking=False), staged.slicing
+        costs, units = staged.costs(blocking=False), staged.units
         left = [self.memory - fixed for fixed in costs.fixed]
         if min(left) <= 0:
             return 0.0
-        if slicing is None:
-            bound = period_bound if self.post_validation else lower_bound
-            seconds = bound(staged.placement, m, costs.for_placement(staged.placement), left)
-        else:
-            table = slicing.costs(costs, m).for_placement(staged.placement)
-            grain, units = Grain(slicing.slices), m * slicing.slices
-            seconds = lower_bound(staged.placement, units, table, left, grain)
+        table = units.costs(costs, m).for_placement(staged.placement)
+        bound = period_bound if self.post_validation else lower_bound
+        seconds = bound(staged.placement, m * units.count, table, left, Grain(units.count))
         seconds += at_least(staged, post_validation=self.post_validation)
         strategy = staged.load.strategy
         gpus = strategy.tensor * strategy.pipeline * strategy.data
@@ -283,10 +250,10 @@ class PlanJob:
         may do; None where nothing is left.
         """
         ranks = range(staged.placement.pipeline_size)
-        in_backward = max(held.in_backward for held in staged.held_by_slices)
+        in_backward = max(held.in_backward for held in staged.held_by_units)
         snapshots = [staged.states[r].optimizer if self.snapshot else 0.0 for r in ranks]
         left = min(self.memory - costs.fixed[r] - snapshots[r] for r in ranks) - in_backward - less
-        steps = 1000 if staged.recomputes or staged.offloads or staged.slicing else 100
+        steps = 1000 if staged.frees_activations or staged.units.count > 1 else 100
         limit = math.floor(steps * left / costs.one_f_one_b_peak()) / steps
         return min(limit, _MOST_FRACTION) if limit > 0 else None
 
@@ -319,11 +286,10 @@ class CountedSetting:
 
 @dataclass(frozen=True)
 class CountedSettings:
-    """Every strategy of a job, with an even split: without and with vocabulary parallelism."""
+    """Every strategy of a job, with an even split."""
 
     job: PlanJob
-    whole: list[EvenSplit]
-    sharded: list[EvenSplit]
+    loads: list[Workload]
 
     @classmethod
     def of(cls, job: PlanJob) -> CountedSettings:
@@ -332,38 +298,46 @@ class CountedSettings:
         Raises:
             UsageError: the sizes cannot be divided.
         """
-        job.check_slices()
+        for feature in job.features:
+            feature.check(job)
         sizes = job.model, job.device, job.gpus, job.global_batch, job.choices
-        loads = (
-            Workload(job.model, job.device, strategy, job.sequence, job.frozen)
-            for strategy in strategies(*sizes, job.sequence)
-        )
-        found = [EvenSplit(load) for load in loads if are_long(load, job.choices.slice_tokens)]
+        found: list[Workload] = []
+        for strategy in strategies(*sizes, job.sequence):
+            whole = Workload(job.model, job.device, strategy, job.sequence, job.frozen)
+            found += [whole, *(load for of in job.features for load in of.loads(whole))]
         if not found:
             raise UsageError(no_strategy_message(*sizes))
-        if job.has_slices and all(s.load.strategy.slices == 1 for s in found):
-            raise UsageError(
-                f"{job.choices.flag('slices')} {','.join(map(str, job.choices.slices))}: no sample "
-                f"of {job.sequence} tokens can be cut: slices need a pipeline, --precision bf16, "
-                f"and {job.choices.slice_tokens} tokens on every rank of tensor and context "
-                "parallelism: give fewer, or --slice-tokens"
-            )
-        shared = [s.load for s in found if can_be_shared(job.model, s.load.strategy)]
-        sharded = [] if job.vocabulary == "off" or job.why_not_sharded else shared
-        return cls(job, found, [EvenSplit(load, vocabulary_parallel=True) for load in sharded])
+        for feature in job.features:
+            feature.check_loads(found)
+        return cls(job, found)
 
-    @property
-    def have_all_to_all(self) -> bool:
-        """Whether there is an expert all-to-all that Megatron can hide behind a pass."""
-        return any(_has_all_to_all(split.load) for split in self.whole)
+    def have(self, feature: PlanFeature) -> bool:
+        """Return whether a setting can have a feature."""
+        return any(map(feature.is_possible, self.loads))
+
+    def _splits(self, candidate: ScheduleCandidate) -> list[EvenSplit]:
+        """Return the settings that can have the features of a schedule."""
+        features = features_of(candidate)
+        if features not in self._of_features:
+            self._of_features[features] = [
+                EvenSplit(load, features)
+                for load in self.loads
+                if all(feature.is_possible(load) for feature in features)
+            ]
+        return self._of_features[features]
+
+    @cached_property
+    def _of_features(self) -> dict[tuple[PlanFeature, ...], list[EvenSplit]]:
+        """Splits with features, those that have been asked for so far."""
+        return {}
 
     def ordered(self, candidate: ScheduleCandidate) -> list[CountedSetting]:
         """Return the settings of a schedule, the fastest by formula first."""
-        splits = self.sharded if candidate.vocabulary_parallel else self.whole
+        splits = self._splits(candidate)
         found = (setting for split in splits for setting in self._of_split(split, candidate))
         return sorted(found, key=lambda setting: -setting.rate)
 
-    def if_recomputed(self, candidate: ScheduleCandidate) -> list[tuple[StageWorkload, int]]:
+    def if_freed(self, candidate: ScheduleCandidate) -> list[tuple[StageWorkload, int]]:
         """Return the workloads and microbatches of ``auto`` that fit only without activations.
 
         The fastest are first by a formula in which forwards of the share that does not fit run
@@ -371,16 +345,16 @@ class CountedSettings:
         """
         of_v = replace(candidate, family="v-zb")
         found = []
-        for split in self.sharded if candidate.vocabulary_parallel else self.whole:
+        for split in self._splits(candidate):
             fixed = split.states.total + split.load.device.reserved_bytes
             for setting in self._of_split(split, of_v):
                 held = setting.memory - fixed
                 share = (setting.memory - self.job.memory) / held
-                if 0 < share < 1 and split.load.strategy.recompute != "full":
+                if 0 < share < 1 and not split.load.strategy.drops_all:
                     again = share * setting.m * split.rank.forward
                     found.append(replace(setting, seconds=setting.seconds + again))
         found.sort(key=lambda setting: -setting.rate)
-        staged = ((setting.staged(), setting.m) for setting in found[:_OF_RECOMPUTE])
+        staged = ((setting.staged(), setting.m) for setting in found[:_OF_FREED])
         return [(first[0], m) for first, m in staged if first]
 
     def _of_split(self, split: EvenSplit, candidate: ScheduleCandidate) -> Iterator[CountedSetting]:
@@ -395,12 +369,8 @@ class CountedSettings:
             return
         if candidate.needs_whole_groups and m % strategy.pipeline:
             return
-        if candidate.overlaps_all_to_all and not _has_all_to_all(load):
-            return
         for chunks in candidate.chunk_counts(load.model.layers, strategy.pipeline):
-            seconds = estimated_seconds(split, candidate, m, chunks)
-            if candidate.overlaps_all_to_all:
-                seconds *= _share_left(split)
+            seconds = split.share_left * estimated_seconds(split, candidate, m, chunks)
             needed = estimated_memory(split, candidate, m, chunks)
             counted = split.rank_with(candidate.placement(strategy.pipeline, chunks)).total
             yield CountedSetting(load, candidate, chunks, m, seconds, needed, counted)
@@ -426,8 +396,7 @@ class CountedSettings:
     def promising(self, variants: Sequence[ScheduleCandidate]) -> list[list[CountedSetting]]:
         """Return the settings of each schedule that may fit; first those of which most is promised.
 
-        With more than two chunks, the search for an order with shards or pairs falls behind the
-        formula.
+        With more than two chunks, the search for an order with features falls behind the formula.
         """
         found = []
         for candidate in variants:
@@ -457,20 +426,3 @@ def _fewest_chunks_first(settings: Sequence[CountedSetting]) -> list[CountedSett
         return -most, setting.chunks or 0
 
     return sorted(settings, key=place)
-
-
-def _has_all_to_all(load: Workload) -> bool:
-    """Return whether pairs can hide an expert all-to-all; Megatron has none for a HybridModel."""
-    all_to_all = load.all_to_all(load.model.layers - 1)
-    recompute = load.strategy.recompute
-    again = recompute == "full" or "moe" in modules_of(recompute)
-    able = load.model.pattern is None and not again
-    return able and load.strategy.expert > 1 and all_to_all > 0
-
-
-def _share_left(split: EvenSplit) -> float:
-    """Return the share of a rank's seconds that is left at best with a hidden all-to-all."""
-    load, whole = split.load, split.rank.total
-    layers = load.model.layers
-    all_to_all = 2 * sum(map(load.all_to_all, range(layers))) / load.strategy.pipeline
-    return min(1.0, max(whole - all_to_all, all_to_all) / whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,78 +10,60 @@ from megatron_zb.measured.fit import CostModel, Variant
 from megatron_zb.plan import byte_counts
 from megatron_zb.plan.byte_counts import ActivationBytes, StateBytes
 from megatron_zb.plan.encoder import CountedEncoder
-from megatron_zb.plan.slices import held_by, prefix
+from megatron_zb.plan.ends import WholeEnds
+from megatron_zb.plan.features.catalog import features_of, units_of, with_features
+from megatron_zb.plan.features.feature import CutWorkload, FreedActivations, PlanFeature
 from megatron_zb.plan.strategy import ScheduleCandidate
-from megatron_zb.plan.vocabulary import CONNECTION, CountedShard, more_connections
+from megatron_zb.plan.units import WholeUnits
 from megatron_zb.plan.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, layout
-from megatron_zb.schedules.features.offload import Offload
-from megatron_zb.schedules.features.pairs import PAIR_LOSS, Communication
-from megatron_zb.schedules.features.recomputation import Recomputation
-from megatron_zb.schedules.features.slices import Slicing
-from megatron_zb.schedules.features.vocabulary import Vocabulary, with_prediction
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 
 
 @dataclass(frozen=True)
-class StageWorkload:
-    """A workload cut into the stages of a placement.
+class StageWorkload(CutWorkload):
+    """Seconds and bytes of a workload cut into stages, with the features of its schedule.
 
-    With ``vocabulary_parallel``, output layer and embedding are vocabulary parallel over all ranks:
-    the shard of rank r then counts as stage S + r where bytes are listed by stage. With
-    ``overlaps_all_to_all``, pairs may hide the expert all-to-all. With ``recomputes``, the schedule
-    may recompute activations, with ``offloads`` offload them.
+    What each rank has of :attr:`ends` beside its stages counts as stage S + r, for rank r, where
+    bytes are listed by stage.
     """
 
-    load: Workload
-    placement: Placement
-    layout: Layout
-    vocabulary_parallel: bool = False
-    overlaps_all_to_all: bool = False
-    recomputes: bool = False
-    offloads: bool = False
-
-    @property
-    def shard(self) -> CountedShard | None:
-        """The shard of each rank, None where the output layer is whole."""
-        return CountedShard(self.load) if self.vocabulary_parallel else None
+    features: tuple[PlanFeature, ...] = ()
 
     @cached_property
-    def layers_of(self) -> tuple[range, ...]:
-        """Layers of each stage."""
-        out, first = [], 0
-        for count in self.layout:
-            out.append(range(first, first + count))
-            first += count
-        return tuple(out)
+    def ends(self) -> WholeEnds:
+        """Embedding and output layer."""
+        return ends_of(self.load, self.features)
+
+    @property
+    def frees_activations(self) -> bool:
+        """Whether the schedule may free activations between F and B."""
+        return any(isinstance(it, FreedActivations) for it in self.features)
 
     @cached_property
     def work(self) -> tuple[PassSeconds, ...]:
-        """Seconds of a microbatch on each stage, without shards and :attr:`all_to_all`."""
+        """Seconds of a microbatch on each stage, without what is :attr:`hidden`."""
         out = [
             sum_of_works(self.load, layers) + PassSeconds(-seconds, -seconds)
-            for layers, seconds in zip(self.layers_of, self.all_to_all, strict=True)
+            for layers, seconds in zip(self.layers_of, self.hidden, strict=True)
         ]
-        shard = self.shard
-        out[0] += self.load.embedding() if shard is None else shard.looked_up
+        out[0] += self.ends.first
         out[0] += CountedEncoder(self.load).work
-        if shard is None:
-            out[-1] += self.load.output()
-        else:
-            out[-1] += shard.last_norm + self.load.prediction()
+        out[-1] += self.ends.last
         return tuple(out)
 
     @cached_property
-    def all_to_all(self) -> tuple[float, ...]:
-        """Seconds of each stage, in F and as many in B, that pairs may hide."""
-        if not self.overlaps_all_to_all:
-            return (0.0,) * len(self.layout)
-        return tuple(sum(map(self.load.all_to_all, layers)) for layers in self.layers_of)
+    def hidden(self) -> tuple[float, ...]:
+        """Seconds of each stage, in F and as many in B, that features may hide."""
+        return tuple(
+            sum(of.hidden(self.load, layer) for of in self.features for layer in layers)
+            for layers in self.layers_of
+        )
 
     @cached_property
     def held(self) -> tuple[ActivationBytes, ...]:
-        """Bytes of a microbatch on each stage, and on each shard."""
+        """Bytes of a microbatch on each stage, and on each rank beside its stages."""
         model = self.load.model
         alike = model.alike(range(model.layers))
         of_kind = {model.kind(i): byte_counts.layer_held(self.load, i) for i in alike}
@@ -90,60 +72,54 @@ class StageWorkload:
             for layers in self.layers_of
         ]
         out[0] += byte_counts.embedding_held(self.load) + CountedEncoder(self.load).held
-        if self.shard is None:
-            out[-1] += byte_counts.output_held(self.load)
-            return tuple(out)
-        out[-1] += self.shard.last_norm_held + byte_counts.prediction_held(self.load)
-        return (*out, *[self.shard.held] * self.placement.pipeline_size)
-
-    @property
-    def slicing(self) -> Slicing | None:
-        """Token slices of every microbatch, None for whole ones."""
-        return self.load.slicing
+        out[-1] += self.ends.last_held
+        return (*out, *self.ends.held_by_ranks)
 
     @cached_property
-    def held_by_slices(self) -> list[ActivationBytes]:
-        """Bytes of each slice of a microbatch on each stage; of whole ones, :attr:`held`."""
-        return [*self.held] if self.slicing is None else held_by(self.held, self.slicing)
+    def units(self) -> WholeUnits:
+        """Units that passes work on."""
+        return units_of(self.load)
 
-    def prefix(self, rank: int) -> float:
-        """Return the bytes of prefixes on a rank, beside activations."""
+    @cached_property
+    def held_by_units(self) -> Sequence[ActivationBytes]:
+        """Bytes of each unit of a microbatch on each stage; of whole ones, :attr:`held`."""
+        message = self.load.message()
+        held = self.units.held(self.held)
+        return [replace(it, kept_input=min(message, it.activation)) for it in held]
+
+    def kept(self, rank: int) -> float:
+        """Return the bytes that the units of a microbatch keep on a rank, beside activations."""
         layers = [i for s in self.placement.stages_of[rank] for i in self.layers_of[s]]
-        return prefix(self.load, sum(map(self.load.model.attends, layers)))
+        return self.units.kept(sum(map(self.load.model.attends, layers)))
 
     @cached_property
     def states(self) -> tuple[StateBytes, ...]:
         """Bytes that each pipeline rank keeps from step to step."""
-        found = [self._states_of(stages) for stages in self.placement.stages_of]
-        return tuple(found if self.shard is None else [of + self.shard.states for of in found])
+        return tuple(
+            self._states_of(stages) + self.ends.states for stages in self.placement.stages_of
+        )
 
     @cached_property
     def stage_states(self) -> tuple[StateBytes, ...]:
-        """Bytes that each stage, and each shard, keeps from step to step."""
+        """Bytes that each stage, and each rank beside its stages, keeps from step to step."""
         found = [self._states_of([stage]) for stage in range(len(self.layout))]
-        shards = [] if self.shard is None else [self.shard.states] * self.placement.pipeline_size
-        return tuple(found + shards)
+        return (*found, *[self.ends.states] * len(self.ends.held_by_ranks))
 
     def _states_of(self, stages: Sequence[int]) -> StateBytes:
-        """Return the bytes of stages on one rank, without its shard."""
+        """Return the bytes of stages on one rank."""
         found = byte_counts.rank_states(
             self.load,
             [i for s in stages for i in self.layers_of[s]],
             embedding=0 in stages,
             output=self.placement.num_stages - 1 in stages,
-            sharded=self.shard is not None,
+            ends_apart=self.ends.are_apart,
         )
         return found + CountedEncoder(self.load).states if 0 in stages else found
 
     def rank_work(self, rank: int) -> PassSeconds:
-        """Return the seconds of a microbatch on a pipeline rank; O counts as F, P as B."""
+        """Return the seconds of a microbatch on a pipeline rank."""
         work = sum((self.work[s] for s in self.placement.stages_of[rank]), PassSeconds())
-        shard = self.shard
-        if shard is None:
-            return work
-        loss = shard.loss if rank == self.placement.rank_of[-1] else 0.0
-        lookups = PassSeconds(shard.lookup, 0.0, shard.lookup)
-        return work + PassSeconds(shard.output, loss, shard.weight) + lookups
+        return self.ends.added_to(work, is_last=rank == self.placement.rank_of[-1])
 
     @cached_property
     def busiest(self) -> PassSeconds:
@@ -155,42 +131,21 @@ class StageWorkload:
         """Return the least seconds that each microbatch takes in the steady state.
 
         ``in_groups`` is for the interleaved schedule: its ranks go through the chunks in step, so
-        that the slowest stage of each chunk counts. Shards run when they can.
+        that the slowest stage of each chunk counts. Ends that are apart run when they can.
         """
-        if self.vocabulary_parallel or not in_groups:
+        if self.ends.are_apart or not in_groups:
             return max(self.busiest.total, self.link_seconds)
         stages = [[self.work[s].total for s in held] for held in self.placement.stages_of]
         return sum(max(chunk) for chunk in zip(*stages, strict=True))
 
     @property
     def link_seconds(self) -> float:
-        """Seconds for which what comes from all shards for a microbatch uses one rank's link.
-
-        The last stage takes parts of twice a message's size, the first what was looked up.
-        """
-        both = self.placement.rank_of[0] == self.placement.rank_of[-1]
-        return (3 if both else 2) * self._crowding[0]
-
-    @cached_property
-    def _crowding(self) -> tuple[float, float]:
-        """Seconds of the messages of one to all shards, and of a single one of them."""
-        if self.shard is None:
-            return 0.0, 0.0
-        in_node, end = self._ranks_in_node, self.placement.rank_of[-1]
-        ranks = range(self.placement.pipeline_size)
-        near = sum(r // in_node == end // in_node for r in ranks) - 1
-        far = len(ranks) - 1 - near
-        alone = self.shard.crowding(0, 1) if far else self.shard.crowding(1, 0)
-        return self.shard.crowding(near, far), alone
-
-    @property
-    def _ranks_in_node(self) -> int:
-        """Pipeline ranks that share a node."""
-        return max(1, self.load.device.node.gpus // self.load.strategy.model_ranks)
+        """Seconds for which messages of the ends of a microbatch use one rank's link."""
+        return self.ends.link_seconds(self.placement)
 
     def latencies(self, *, together: int = 1) -> list[list[float]]:
         """Return the seconds of a message between pipeline ranks, which may share a node."""
-        in_node, ranks = self._ranks_in_node, range(self.load.strategy.pipeline)
+        in_node, ranks = self.load.ranks_in_node, range(self.load.strategy.pipeline)
         near, far = (self.load.latency(in_node, together=together) for in_node in (True, False))
         return [
             [0.0 if a == b else near if a // in_node == b // in_node else far for b in ranks]
@@ -219,45 +174,9 @@ class StageWorkload:
             held_for_weight=[min(h.for_weight, h.activation) for h in held],
             fixed=[self.fixed(rank) for rank in range(self.placement.pipeline_size)],
         )
-        if self.overlaps_all_to_all:
-            return costs.having(
-                Communication(
-                    forward=self.all_to_all, backward=self.all_to_all, pair_loss=PAIR_LOSS
-                )
-            )
-        if self.shard is not None:
-            return self._with_shards(costs, self.shard)
-        return self._with_recompute_or_offload(costs)
-
-    def _with_recompute_or_offload(self, costs: Costs) -> Costs:
-        if self.recomputes:
-            message = self.load.message() / self.load.largest_slice  # of a whole microbatch
-            costs = costs.having(Recomputation(kept_input=message))
-        if self.offloads and (host := self.load.device.host) is not None:
-            costs = costs.having(
-                Offload(
-                    seconds=[host.seconds(held) for held in costs.memory["activation"]],
-                    full_duplex=host.full_duplex,
-                    host_limit=host.memory_bytes,
-                )
-            )
+        for feature in self.features:
+            costs = feature.costs(self, costs)
         return costs
-
-    def _with_shards(self, costs: Costs, shard: CountedShard) -> Costs:
-        # Bytes of shards are left out: a run builds its order without them, and the memory of all
-        # passes is counted afterwards.
-        p, (crowded, alone) = self.placement.pipeline_size, self._crowding
-        costs = costs.having(
-            Vocabulary(
-                output=p * shard.output,
-                weight=p * shard.weight,
-                loss=shard.loss,
-                scatter=crowded - alone,
-                gather=2 * crowded - alone,
-                lookup=p * shard.lookup,
-            )
-        )
-        return with_prediction(costs) if self.load.model.prediction_layers else costs
 
     def _exchange(self, latencies: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
         """Return the seconds for which a stage's forward and backward messages block its rank."""
@@ -277,26 +196,24 @@ class StageWorkload:
             self.states[rank].total
             + self.logits(rank)
             + self.messages(rank)
-            + self.prefix(rank)
+            + self.kept(rank)
             + self.load.device.reserved_bytes
         )
 
     def messages(self, rank: int) -> float:
-        """Return the bytes of messages under way, and of NCCL's buffers for those of shards."""
+        """Return the bytes of messages under way, and of NCCL's buffers for those of the ends."""
         buffers = byte_counts.message_buffers(self.load, self.placement.chunks)
-        if self.shard is None:
-            return buffers
-        return buffers + more_connections(self.placement, rank) * CONNECTION
+        return buffers + self.ends.connections(self.placement, rank)
 
     def logits(self, rank: int) -> float:
-        """Return the bytes of logits, and of their parts, that a rank has at a time.
+        """Return the bytes of logits, and of their parts, that a rank has at a time."""
+        return self.ends.logits(is_last=self.placement.rank_of[-1] == rank)
 
-        A whole output layer has them only on the last stage's rank.
-        """
-        holds = self.placement.rank_of[-1] == rank
-        if self.shard is not None:
-            return self.shard.passing(is_last=holds)
-        return byte_counts.logits(self.load) if holds else 0.0
+
+def ends_of(load: Workload, features: Iterable[PlanFeature]) -> WholeEnds:
+    """Return the ends of a model, which a feature may have changed."""
+    found = (feature.ends(load) for feature in features)
+    return next((ends for ends in found if ends is not None), WholeEnds(load))
 
 
 @dataclass(frozen=True)
@@ -309,31 +226,28 @@ class CountedCosts(CostModel):
         """Return the even layout, and the one that counts the ends as layers.
 
         A layer of a hybrid model counts for as much as those of its kind take. So does any beside
-        an all-to-all that pairs hide, where the longer of the two counts.
+        work that a feature hides, where the longer of the two counts.
         """
-        load, model = self.load, self.load.model
-        hides = variant.overlaps_all_to_all
-        shard = CountedShard(load) if variant.vocabulary_parallel else None
-        first = load.embedding() if shard is None else shard.looked_up
-        output = load.output().total if shard is None else shard.loss + load.prediction().total
-        works = {model.kind(i): self._work(i, hides) for i in model.alike(range(model.layers))}
+        load, model, features = self.load, self.load.model, features_of(variant)
+        hides = any(it.hides for it in features)
+        ends = ends_of(load, features)
+        works = {model.kind(i): self._work(i, features) for i in model.alike(range(model.layers))}
         weights = [works[model.kind(i)] for i in range(model.layers)]
         layer = sum(weights) / model.layers if hides else average_layer(load).total
-        ends = ((first + CountedEncoder(load).work).total / layer, output / layer)
+        first = (ends.first + CountedEncoder(load).work).total
+        of_ends = (first / layer, ends.last_in_layout / layer)
         if not (model.kinds or hides):
-            return layout.choices(model.layers, placement, *ends)
-        return layout.weighed(tuple(w / layer for w in weights), placement, *ends)
+            return layout.choices(model.layers, placement, *of_ends)
+        return layout.weighed(tuple(w / layer for w in weights), placement, *of_ends)
 
-    def _work(self, layer: int, hides: bool) -> float:
-        """Return the seconds of a layer, forward and backward, with an all-to-all hidden or not."""
-        hidden = 2 * self.load.all_to_all(layer) if hides else 0.0
+    def _work(self, layer: int, features: Sequence[PlanFeature]) -> float:
+        """Return the seconds of a layer, forward and backward, with what features hide beside."""
+        hidden = 2 * sum(it.hidden(self.load, layer) for it in features)
         return max(self.load.layer(layer).total - hidden, hidden)
 
     def staged(self, placement: Placement, counts: Layout, variant: Variant) -> StageWorkload:
         """Cut the workload into the stages of a layout."""
-        return StageWorkload(
-            self.load, placement, counts, variant.vocabulary_parallel, variant.overlaps_all_to_all
-        )
+        return StageWorkload(self.load, placement, counts, features_of(variant))
 
     def costs(self, placement: Placement, counts: Layout, variant: Variant) -> Costs:
         """Return the costs with ``counts[s]`` layers on stage s."""
@@ -343,16 +257,16 @@ class CountedCosts(CostModel):
 def worth_a_simulation(
     load: Workload, candidate: ScheduleCandidate, chunks: int | None
 ) -> list[StageWorkload]:
-    """Cut a workload by the best layout; with pairs, also by the best of those for no hiding.
+    """Cut a workload by the best layout; if work may be hidden, also by the best for none hidden.
 
     Which of them is faster depends on how many passes find a partner.
     """
     found = [cut_into_stages(load, candidate, chunks)]
-    if candidate.overlaps_all_to_all:
-        exposed = replace(candidate, overlaps_all_to_all=False)
+    if any(it.hides for it in features_of(candidate)):
+        exposed = with_features(candidate, [it for it in features_of(candidate) if not it.hides])
         found.append(cut_into_stages(load, candidate, chunks, exposed))
         whole = cut_into_stages(load, exposed, chunks)
-        found.append(whole and replace(whole, overlaps_all_to_all=True))
+        found.append(whole and replace(whole, features=features_of(candidate)))
     return list({staged.layout: staged for staged in found if staged is not None}.values())
 
 

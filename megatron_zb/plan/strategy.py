@@ -5,7 +5,6 @@ The schedules are Megatron's own, as the baselines, and the catalog's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -19,9 +18,8 @@ from megatron_zb.plan.mixers import RECURRENT
 from megatron_zb.plan.model import ModelConfig
 from megatron_zb.plan.operators import RECOMPUTE
 from megatron_zb.schedules import catalog
-from megatron_zb.schedules.features.slices import LEAST_TOKENS
 from megatron_zb.schedules.layout import Layers, Layout, spread
-from megatron_zb.schedules.placement import Placement, v_shape
+from megatron_zb.schedules.placement import Placement
 
 # --- strategies
 
@@ -64,6 +62,11 @@ class Strategy:
         return self.tensor * self.context * self.data
 
     @property
+    def drops_all(self) -> bool:
+        """Whether layers keep nothing but their input (full recomputation)."""
+        return self.recompute == "full"
+
+    @property
     def spread(self) -> int:
         """Ranks over which the tokens of a slice are spread."""
         return self.tensor * self.context
@@ -104,7 +107,6 @@ class Strategy:
 class Choices:
     """Choices that the user allows; None is everything that fits.
 
-    ``slices`` of a microbatch have ``slice_tokens`` tokens at least on each rank that shares them.
     ``flags`` are the user's arguments for the choices, by name, where they are not those of a plan.
     """
 
@@ -118,8 +120,6 @@ class Choices:
     precision: str = "bf16"
     overlap: bool = True
     sequence_parallel: bool = True
-    slices: tuple[int, ...] = (1,)
-    slice_tokens: int = LEAST_TOKENS
     flags: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def flag(self, name: str) -> str:
@@ -160,26 +160,7 @@ def strategies(
                     overlap=choices.overlap,
                     sequence_parallel=choices.sequence_parallel,
                 )
-                for whole in _with_experts(model, device, shape, global_batch, choices):
-                    yield whole
-                    yield from _sliced(sequence, whole, choices)
-
-
-def _sliced(sequence: int, whole: Strategy, choices: Choices) -> Iterator[Strategy]:
-    """Yield a strategy with slices, if it has a pipeline and slices that its ranks can share.
-
-    A context-parallel rank has two runs of a slice. The usual scales of fp8 follow whole
-    microbatches.
-    """
-    if whole.pipeline == 1 or whole.precision != "bf16":
-        return
-    multiple = math.lcm(whole.spread, 2 * whole.context if whole.context > 1 else 1)
-    for slices in choices.slices:
-        length = sequence // (slices * whole.spread)
-        if slices > 1 and sequence % (slices * multiple) == 0 and length >= choices.slice_tokens:
-            yield replace(whole, slices=slices)
-            if sequence % (SLICE_STEP * whole.spread) == 0 and length >= 4 * SLICE_STEP:
-                yield replace(whole, slices=slices, by_time=True)
+                yield from _with_experts(model, device, shape, global_batch, choices)
 
 
 def _with_experts(
@@ -370,7 +351,7 @@ class ScheduleCandidate(Variant):
             return False
         if (strategy.slices > 1) is not self.is_sliced:
             return False
-        remedies = strategy.context > 1, strategy.recompute == "full"
+        remedies = strategy.context > 1, strategy.drops_all
         wanted = {MEGATRON_CONTEXT: (True, False), MEGATRON_FULL: (False, True)}
         return wanted.get(self.name, remedies) == remedies
 
@@ -413,13 +394,6 @@ class ScheduleCandidate(Variant):
         return catalog.family(self.family).takes_group_size
 
     @property
-    def finds_pairs(self) -> bool:
-        """Whether its order with pairs is searched for: that of a V with two stages a rank."""
-        family = catalog.family(self.family)
-        place = family.placement
-        return family.searches and place is not None and place(2, None) == v_shape(2)
-
-    @property
     def splits(self) -> bool:
         return catalog.family(self.family).splits_backward
 
@@ -454,33 +428,6 @@ def of_family(name: str) -> ScheduleCandidate:
     family = catalog.family(name)
     chunks = family.takes_chunks and family.placement is not None
     return ScheduleCandidate(family.name, family.name, chunks)
-
-
-def of_overlap() -> ScheduleCandidate:
-    """Return Megatron's interleaved schedule with ``--overlap-moe-expert-parallel-comm``."""
-    return ScheduleCandidate(
-        MEGATRON_OVERLAP, "interleaved", takes_chunks=True, megatron=True, overlaps_all_to_all=True
-    )
-
-
-def sliced(whole: Sequence[ScheduleCandidate], *, named: bool) -> list[ScheduleCandidate]:
-    """Return schedules on token slices; unless they are ``named``, also 1F1B and interleaved."""
-    more = [] if named else [*map(of_family, ("1f1b", "interleaved"))]
-    return [
-        replace(candidate, name=f"{candidate.name} sliced", is_sliced=True)
-        for candidate in (*more, *whole)
-        if not candidate.megatron
-    ]
-
-
-def with_those_of_auto(chosen: Sequence[ScheduleCandidate]) -> list[ScheduleCandidate]:
-    """Return the chosen ones; with ``auto`` also the usual ones, of which it takes the best."""
-    others = [candidate for candidate in candidates_of(None) if not candidate.megatron]
-    found = list(chosen)
-    for candidate in chosen:
-        if candidate.takes_the_best:
-            found += sliced(others, named=False) if candidate.is_sliced else others
-    return list(dict.fromkeys(found))
 
 
 def names_in(text: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -10,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_zb.parsing import GIB, gib
-from megatron_zb.plan.operators import modules_of
-from megatron_zb.plan.prediction import PlanRow, Prediction, RankMemory, overheads
+from megatron_zb.plan.features.catalog import FEATURES, stands_apart
+from megatron_zb.plan.prediction import overheads
 from megatron_zb.plan.reasons import (
     gain,
     is_named_too,
@@ -21,11 +22,10 @@ from megatron_zb.plan.reasons import (
     reason,
     recommendation,
     recommended,
-    recompute_or_offload_gain,
-    vocabulary,
-    vocabulary_parallel_gain,
+    sentences,
     worth,
 )
+from megatron_zb.plan.rows import PlanRow, Prediction, RankMemory
 from megatron_zb.plan.search import Plan
 from megatron_zb.plan.strategy import Strategy
 from megatron_zb.schedules import layout
@@ -36,15 +36,6 @@ from megatron_zb.schedules import layout
 WORTH_PAGE = "docs/worth_it.md"
 _CHUNKS, _LAYOUT = "--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout"
 _OF_STAGES = (_CHUNKS, _LAYOUT)
-_RECOMPUTE = {
-    "none": [],
-    "selective": ["--recompute-granularity selective"],  # of the attention scores
-    "full": [
-        "--recompute-granularity full",
-        "--recompute-method uniform",
-        "--recompute-num-layers 1",
-    ],
-}
 
 
 def flags(prediction: Prediction, global_batch: int) -> list[str]:
@@ -75,14 +66,8 @@ def flags(prediction: Prediction, global_batch: int) -> list[str]:
         out.append(f"--expert-model-parallel-size {strategy.expert}")
     if prediction.load.model.experts and strategy.expert_tensor != strategy.tensor:
         out.append(f"--expert-tensor-parallel-size {strategy.expert_tensor}")
-    return out + _recomputation(strategy.recompute) + _schedule(prediction)
-
-
-def _recomputation(recompute: str) -> list[str]:
-    if recompute in _RECOMPUTE:
-        return _RECOMPUTE[recompute]
-    modules = f"--recompute-modules {' '.join(modules_of(recompute))}"
-    return [*_RECOMPUTE["selective"], modules]
+    out += chain.from_iterable(feature.strategy_flags(strategy) for feature in FEATURES)
+    return out + _schedule(prediction)
 
 
 def _precision(strategy: Strategy) -> list[str]:
@@ -120,16 +105,7 @@ def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -
         multi_token: layers of multi-token prediction.
     """
     out = [] if row.megatron else [f"--pipeline-schedule {row.family}"]
-    if row.slicing is not None:
-        out.append(f"--pipeline-slices {row.slicing}")
-    if row.vocabulary_parallel:
-        out.append("--pipeline-vocabulary on")
-    if row.recomputed:
-        out.append("--pipeline-recompute auto")
-    if row.offloaded:
-        out.append("--pipeline-offload auto")
-    if row.overlaps_all_to_all:
-        out.append("--overlap-moe-expert-parallel-comm")
+    out += chain.from_iterable(feature.flags(row) for feature in FEATURES)
     chunks = row.chunks
     if row.family == "auto" and row.schedule is not None:
         placement = row.schedule.placement  # bound, so that a run has the predicted one
@@ -197,7 +173,7 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
     for name, why in plan.nothing_for.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
     no_given = of_given(plan) if plan.given is None else None
-    for said in filter(None, (no_given, vocabulary(plan), recompute_or_offload_gain(plan))):
+    for said in filter(None, (no_given, *sentences(plan).values())):
         console.print(Text(f" -  {said}"), highlight=False, soft_wrap=True)
     if (beside := _overheads(plan.ranked[0])) is not None:
         console.print(Text(f" -  {beside}"), highlight=False, soft_wrap=True)
@@ -252,11 +228,11 @@ def places(plan: Plan) -> list[tuple[int, int]]:
 def _shown(plan: Plan, top: int) -> list[tuple[int, int]]:
     """Return the places and indices of the first rows.
 
-    Megatron's own stand in the table wherever they rank, and so does the first of whole ones, and
-    of those with slices.
+    Megatron's own stand in the table wherever they rank, and so does the first of whole
+    microbatches, and of parts of them.
     """
     rows = places(plan)
-    of_whole = [plan.ranked[index].slicing is None for _, index in rows]
+    of_whole = [not stands_apart(plan.ranked[index]) for _, index in rows]
     firsts = {of_whole.index(whole) for whole in set(of_whole)}
     return [
         (place, index)
@@ -271,19 +247,19 @@ def _speed(plan: Plan, shown: list[tuple[int, int]]) -> Table:
     table.add_column("schedule", no_wrap=True)
     table.add_column("setting")
     rows, given = _rows(plan, shown), plan.given
-    has_sharded = any(row.vocabulary_parallel for _, row in rows)
+    more = [it for it in plan.job.features if any(it.cell(plan, row) for _, row in rows)]
     of_given = ["gain"] if given is not None else []
-    for title in ("tok/s/GPU", *of_given, "MFU", "bubble", "GiB", *["cut"] * has_sharded):
+    for title in ("tok/s/GPU", *of_given, "MFU", "bubble", "GiB", *(it.mark for it in more)):
         table.add_column(title, justify="right", no_wrap=True)
     for place, row in rows:
-        more = gain(plan, row)
+        lead = gain(plan, row)
         cells = [
             f"{row.tokens_per_gpu:.0f}",
-            *([] if more is None else ["" if row is given else f"{more:+.1%}"]),
+            *([] if lead is None else ["" if row is given else f"{lead:+.1%}"]),
             f"{row.mfu:.1%}",
             f"{row.bubble:.1%}",
             f"{row.memory.total / GIB:.1f}",
-            *[_percent_gain(plan, row)] * has_sharded,
+            *(feature.cell(plan, row) for feature in more),
         ]
         style = "bold" if place == "1" else None
         table.add_row(place, name_in(plan, row), setting_of(row), *cells, style=style)
@@ -298,12 +274,6 @@ def _rows(plan: Plan, shown: list[tuple[int, int]]) -> list[tuple[str, Predictio
     """Return the place of each row as text, and the row; the run as given comes first."""
     first = [] if plan.given is None else [(GIVEN, plan.given)]
     return [*first, *((str(place), plan.ranked[index]) for place, index in shown)]
-
-
-def _percent_gain(plan: Plan, row: Prediction) -> str:
-    """Return the percentage that vocabulary parallelism adds to a row's tokens per second."""
-    gain = vocabulary_parallel_gain(plan, row)
-    return "" if not row.vocabulary_parallel else "yes" if gain is None else f"{gain:+.1%}"
 
 
 def _memory(plan: Plan, shown: list[tuple[int, int]]) -> Table:
@@ -332,11 +302,12 @@ def name_in(plan: Plan, row: Prediction) -> str:
 
 
 def setting_of(row: Prediction) -> str:
-    """Return the strategy as text, marked: uneven layers, vocabulary parallelism, pairs, states."""
-    uneven, cut = "" if row.has_by_default else " uneven", " cut" if row.vocabulary_parallel else ""
-    pairs = " pairs" if row.overlaps_all_to_all else ""
-    states = (" dropped" if row.recomputed else "") + (" moved" if row.offloaded else "")
-    return f"{row.load.strategy}{uneven}{cut}{pairs}{states}"
+    """Return the strategy as text, with marks of uneven layers and of features."""
+    uneven = "" if row.has_by_default else " uneven"
+    marks = "".join(
+        f" {feature.mark}" for feature in FEATURES if feature.mark and feature.is_in(row)
+    )
+    return f"{row.load.strategy}{uneven}{marks}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -360,8 +331,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "recommendation": recommendation(plan),
         "worth": worth(plan),
         "margin": margin(plan),
-        "vocabulary": vocabulary(plan),
-        "activation_states": recompute_or_offload_gain(plan),
+        **sentences(plan),
         "settings": plan.settings,
         "simulated": plan.simulated,
     }
@@ -389,13 +359,7 @@ def _row(plan: Plan, row: Prediction) -> dict[str, Any]:
         "num_microbatches": row.num_microbatches,
         "recompute": strategy.recompute,
         "layout": layout.text(layout.lettered(row.layout)),
-        **_slices(row, asked=plan.job.has_slices),
-        "vocabulary": "on" if row.vocabulary_parallel else "off",
-        "gain_of_cut": vocabulary_parallel_gain(plan, row),
-        "overlaps_all_to_all": row.overlaps_all_to_all,
-        "recomputed": row.recomputed,
-        "offloaded": row.offloaded,
-        "host_bytes": row.host_bytes,
+        **{key: of for it in plan.job.features for key, of in it.as_json(plan, row).items()},
         "seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_gpu,
         "mfu": row.mfu,
@@ -405,9 +369,3 @@ def _row(plan: Plan, row: Prediction) -> dict[str, Any]:
         "memory": {"rank": row.memory.rank, "total": row.memory.total, **row.memory.parts()},
         "flags": flags(row, plan.job.global_batch),
     }
-
-
-def _slices(row: Prediction, *, asked: bool) -> dict[str, Any]:
-    """Return the number of slices and their tokens, where slices were requested."""
-    lengths = None if row.slicing is None else row.slicing.lengths
-    return {"slices": row.load.strategy.slices, "slice_tokens": lengths} if asked else {}

@@ -151,7 +151,7 @@ class Workload:
         scores += self._prefix() if attends else PassSeconds()
         rest = self._products(operators) + self._traffic(operators) + self._messages(index)
         rest += self._scan(index)
-        if self.strategy.recompute == "full":
+        if self.strategy.drops_all:
             again = scores.forward + rest.forward
         else:
             again = self._again(index, scores.forward)
@@ -208,8 +208,8 @@ class Workload:
         """
         if not self.model.attends(index):
             return PassSeconds()
-        again = self.strategy.recompute == "full"
-        again |= recomputed(self.model, index, self.strategy.recompute).scores
+        again = recomputed(self.model, index, self.strategy.recompute).scores
+        again |= self.strategy.drops_all
         seconds = self._all_scores()
         backward = _AGAIN * seconds / 2 + (seconds / 2 if again else 0.0)
         return PassSeconds(seconds / 2, backward + self._prefix().backward)
@@ -502,6 +502,11 @@ class Workload:
         forward = (ranks - 1) * max(0.0, step - scores.forward / ranks)
         backward = (ranks - 1) * max(0.0, 2 * step - scores.backward / ranks)
         return PassSeconds(forward, backward)
+
+    @property
+    def ranks_in_node(self) -> int:
+        """Pipeline ranks that share a node."""
+        return max(1, self.device.node.gpus // self.strategy.model_ranks)
 
     @property
     def _context_link(self) -> Link:

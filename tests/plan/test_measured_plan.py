@@ -26,6 +26,8 @@ from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.fit import Fit, FittedPart, Variant
 from megatron_zb.measured.profile import Profile, read_profile, write_profile
+from megatron_zb.plan.features.catalog import asking
+from megatron_zb.plan.features.vocabulary import PlanVocabulary
 from megatron_zb.plan.from_profile import ProfileRequest, rows
 from megatron_zb.plan.strategy import (
     MEGATRON_INTERLEAVED,
@@ -36,6 +38,8 @@ from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import looped, v_shape
 from megatron_zb.schedules.request import LimitTooSmall
+
+SHARDED = asking(PlanVocabulary("on"))
 
 
 def test_parts_are_read_off_the_stages() -> None:
@@ -106,7 +110,7 @@ def test_a_plan_has_rows_with_and_without_a_sharded_vocabulary(measured: Profile
     with briefly():
         found, missing = rows(asked, candidates_of(["v-zb", "auto"])[2:])
     assert missing == {}
-    named = {row.vocabulary_parallel: row for row in found if row.candidate == "v-zb"}
+    named = {row.runs.vocabulary_parallel: row for row in found if row.candidate == "v-zb"}
     assert named[True].seconds < named[False].seconds
     kinds = {p.kind for rank in named[True].timeline.schedule.ranks for p in rank}
     assert kinds >= {*"OPVEG"}
@@ -114,33 +118,39 @@ def test_a_plan_has_rows_with_and_without_a_sharded_vocabulary(measured: Profile
     assert "--pipeline-vocabulary on" not in named[False].flags
     assert named[True].is_even
     best = next(row for row in found if row.candidate == "auto")
-    assert best.vocabulary_parallel and best.seconds <= named[True].seconds
+    assert best.runs.vocabulary_parallel and best.seconds <= named[True].seconds
 
 
 def test_a_plan_shards_every_row_or_none_if_asked() -> None:
     asked = ProfileRequest(sharded_profile(), 8, None, post_validation=False)
     for vocabulary in ("on", "off"):
+        of = asking(PlanVocabulary(vocabulary))
         with briefly():
-            found, _ = rows(replace(asked, vocabulary=vocabulary), candidates_of(["v-half"])[2:])
-        assert [row.vocabulary_parallel for row in found] == [vocabulary == "on"]
+            found, _ = rows(replace(asked, features=of), candidates_of(["v-half"])[2:])
+        assert [row.runs.vocabulary_parallel for row in found] == [vocabulary == "on"]
 
 
 def test_auto_takes_the_best_of_schedules_that_are_all_sharded_if_asked() -> None:
-    asked = ProfileRequest(sharded_profile(), 8, None, post_validation=False, vocabulary="on")
+    asked = ProfileRequest(
+        sharded_profile(), 8, None, post_validation=False, features=asking(PlanVocabulary("on"))
+    )
     with briefly():
         found, _ = rows(asked, candidates_of(["v-half", "auto"]))
-    sharded = {row.candidate for row in found if row.vocabulary_parallel}
+    sharded = {row.candidate for row in found if row.runs.vocabulary_parallel}
     assert sharded == {"v-half", "auto"}
-    assert all(row.megatron for row in found if not row.vocabulary_parallel)
+    assert all(row.megatron for row in found if not row.runs.vocabulary_parallel)
 
 
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (ProfileRequest(profile(), 8, None, False, "on"), "lacks its number of rows"),
-        (ProfileRequest(sharded_profile(), 8, None, True, "on"), "that post-validation runs again"),
+        (ProfileRequest(profile(), 8, None, False, SHARDED), "lacks its number of rows"),
         (
-            ProfileRequest(with_rows(vocabulary=4098), 8, None, False, "on"),
+            ProfileRequest(sharded_profile(), 8, None, True, SHARDED),
+            "post-validation runs again",
+        ),
+        (
+            ProfileRequest(with_rows(vocabulary=4098), 8, None, False, SHARDED),
             "its 4098 rows cannot be sharded evenly for 4 ranks",
         ),
     ],
@@ -148,8 +158,10 @@ def test_auto_takes_the_best_of_schedules_that_are_all_sharded_if_asked() -> Non
 def test_a_vocabulary_that_cannot_be_sharded_is_a_reason(asked: ProfileRequest, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         rows(asked, candidates_of(["v-half"])[2:])
-    found, _ = rows(replace(asked, vocabulary="auto"), candidates_of(["v-half"])[2:])
-    assert [row.vocabulary_parallel for row in found] == [False]
+    found, _ = rows(
+        replace(asked, features=asking(PlanVocabulary("auto"))), candidates_of(["v-half"])[2:]
+    )
+    assert [row.runs.vocabulary_parallel for row in found] == [False]
 
 
 def test_iterations_in_a_row_are_shorter() -> None:
@@ -180,7 +192,7 @@ def test_measured_pairs_take_part_as_rows_of_their_own() -> None:
     with briefly():
         found, missing = rows(asked, settings)
     assert not missing
-    by_name = {(row.candidate, row.overlaps_all_to_all): row for row in found}
+    by_name = {(row.candidate, row.runs.overlaps_all_to_all): row for row in found}
     paired, alone = by_name["v-zb", True], by_name["v-zb", False]
     assert paired.timeline.schedule.pairs
     assert not alone.timeline.schedule.pairs
@@ -215,7 +227,7 @@ def test_measured_pairs_take_part_as_rows_of_their_own() -> None:
 )
 def test_where_there_are_no_pairs_there_are_no_rows_of_them(asked: ProfileRequest) -> None:
     found, _ = rows(asked, candidates_of(["v-half"]))
-    assert not any(row.overlaps_all_to_all for row in found)
+    assert not any(row.runs.overlaps_all_to_all for row in found)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from small_models import a100, small
+from small_models import WHOLE, a100, small
 
 from megatron_zb.parsing import GIB
 from megatron_zb.plan import table
@@ -21,7 +21,7 @@ from megatron_zb.schedules.waiting_kernels import waiting_kernels
 def plan(tensor: int) -> Plan:
     choices = Choices(tensor=(tensor,), pipeline=(4,), microbatch=(1,), recompute=("none",))
     gpus = 4 * tensor
-    job = PlanJob(small(), a100(), gpus, 40 * GIB, 32, 1024, choices, vocabulary="off")
+    job = PlanJob(small(), a100(), gpus, 40 * GIB, 32, 1024, choices, features=WHOLE)
     return search(job, candidates_of(["zb-h1", "1f1b"]))
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pages import Element, Page
-from small_models import SMALL, a100, small
+from small_models import SMALL, WHOLE, a100, small
 
 from megatron_zb.cli import main as cli
 from megatron_zb.parsing import GIB
@@ -29,7 +29,7 @@ SIZES = st.tuples(st.floats(0.5, 300), st.floats(1, 90_000))
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(1, 2), recompute=("none",))
-    job = PlanJob(small(), a100(), 4, 20 * GIB, 32, 1024, choices, vocabulary="off")
+    job = PlanJob(small(), a100(), 4, 20 * GIB, 32, 1024, choices, features=WHOLE)
     return search(job, candidates_of(["zb-h1", "v-zb", "v-half"]))
 
 

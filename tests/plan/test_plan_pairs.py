@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from brief_searches import briefly
-from small_models import a100, load, small
+from small_models import WHOLE, a100, load, small
 
 from megatron_zb.parsing import GIB
+from megatron_zb.plan.features.pairs import PlanPairs
 from megatron_zb.plan.model import ModelConfig
-from megatron_zb.plan.prediction import Prediction
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import Plan, search
 from megatron_zb.plan.settings import PlanJob
 from megatron_zb.plan.stages import cut_into_stages, worth_a_simulation
@@ -37,7 +38,7 @@ def experts(dense: int = 0, **sizes: Any) -> ModelConfig:
 
 def plan(names: list[str], **changes: Any) -> Plan:
     """Experts lie on 16 of 64 GPUs: in two nodes, so that their all-to-all is over slow links."""
-    first = PlanJob(experts(), a100(), 64, 60 * GIB, 512, 1024, ONE, vocabulary="off")
+    first = PlanJob(experts(), a100(), 64, 60 * GIB, 512, 1024, ONE, features=WHOLE)
     with briefly():
         return search(replace(first, **changes), candidates_of(names), tries=1)
 
@@ -66,7 +67,7 @@ def test_megatrons_own_overlap_stands_beside_its_other_schedules(
 
 def test_a_schedule_with_pairs_takes_the_place_of_a_slower_one(rows: dict[str, Prediction]) -> None:
     row = rows["v-zb"]
-    assert row.overlaps_all_to_all
+    assert row.runs.overlaps_all_to_all
     assert row.schedule is not None
     assert row.schedule.pairs
     assert FLAG in flags(row, 512)
@@ -100,7 +101,7 @@ def test_auto_is_as_fast_as_every_order_with_pairs(rows: dict[str, Prediction]) 
 def test_nothing_is_hidden_where_nothing_can_be(changes: dict[str, Any]) -> None:
     found = rows_of(plan(["v-half"], **changes))
     assert MEGATRON_OVERLAP not in found
-    assert not any(row.overlaps_all_to_all for row in found.values())
+    assert not any(row.runs.overlaps_all_to_all for row in found.values())
 
 
 def test_passes_of_a_pair_compute_for_what_they_take_without_the_exchange() -> None:
@@ -108,11 +109,11 @@ def test_passes_of_a_pair_compute_for_what_they_take_without_the_exchange() -> N
     asked = load(experts(), expert=8, data=8)
     hidden = cut_into_stages(asked, replace(candidate, overlaps_all_to_all=True), None)
     assert hidden is not None
-    whole = replace(hidden, overlaps_all_to_all=False)
-    assert hidden.all_to_all == tuple(
+    whole = replace(hidden, features=())
+    assert hidden.hidden == tuple(
         pytest.approx(len(layers) * asked.all_to_all(0)) for layers in hidden.layers_of
     )
-    assert sum(hidden.all_to_all) > 0
+    assert sum(hidden.hidden) > 0
     table, alone = (
         staged.costs(blocking=False).for_placement(staged.placement) for staged in (hidden, whole)
     )
@@ -121,7 +122,7 @@ def test_passes_of_a_pair_compute_for_what_they_take_without_the_exchange() -> N
         (table.seconds[PassKind.B], alone.seconds[PassKind.B]),
     ):
         assert with_it == pytest.approx(without)
-    assert table.exchange[PassKind.F] == pytest.approx(hidden.all_to_all)
+    assert table.exchange[PassKind.F] == pytest.approx(hidden.hidden)
 
 
 def test_layouts_count_what_pairs_hide_and_what_they_do_not() -> None:
@@ -131,6 +132,6 @@ def test_layouts_count_what_pairs_hide_and_what_they_do_not() -> None:
     asked = load(experts(dense=4, layers=16), expert=8, data=8)
     found = worth_a_simulation(asked, overlapping, None)
     assert len(found) > 1
-    assert {staged.overlaps_all_to_all for staged in found} == {True}
+    assert {staged.features for staged in found} == {(PlanPairs(),)}
     assert found[0].interval(in_groups=False) == min(s.interval(in_groups=False) for s in found)
     assert len(worth_a_simulation(asked, candidate, None)) == 1

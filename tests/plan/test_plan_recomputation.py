@@ -12,6 +12,8 @@ from small_models import a100, load, small
 from megatron_zb.cli import main as cli
 from megatron_zb.parsing import GIB, gib
 from megatron_zb.plan.byte_counts import ActivationBytes
+from megatron_zb.plan.features.catalog import asking
+from megatron_zb.plan.features.offload import PlanOffload
 from megatron_zb.plan.prediction import peak_of
 from megatron_zb.plan.search import Plan, search
 from megatron_zb.plan.settings import PlanJob
@@ -35,10 +37,10 @@ def plan(gib_per_gpu: float, **changes: Any) -> Plan:
 
 
 def test_memory_counts_what_is_recomputed_and_what_is_on_the_host() -> None:
-    held = (ActivationBytes(activation=10.0, for_weight=4.0, in_backward=0.0),)
+    held = (ActivationBytes(activation=10.0, for_weight=4.0, in_backward=0.0, kept_input=1.0),)
 
     def peak(*kinds: tuple[PassKind, int]) -> float:
-        return sum(peak_of([Pass(kind, 0, j) for kind, j in kinds], held, kept_input=1.0))
+        return sum(peak_of([Pass(kind, 0, j) for kind, j in kinds], held))
 
     rest = ((B, 0), (W, 0), (B, 1), (W, 1))
     assert peak((F, 0), (F, 1), *rest) == 20
@@ -51,7 +53,7 @@ def test_seconds_of_copies_are_those_of_the_link() -> None:
     (candidate,) = candidates_of(["v-half"])[2:]
     staged = cut_into_stages(load(small()), candidate, None)
     assert staged is not None
-    costs = replace(staged, offloads=True).costs(blocking=False)
+    costs = replace(staged, features=(PlanOffload(),)).costs(blocking=False)
     host = a100().host
     assert host is not None
     offload = costs.feature(Offload)
@@ -64,14 +66,15 @@ def test_seconds_of_copies_are_those_of_the_link() -> None:
 
 @pytest.mark.slow
 def test_what_offload_brings_is_told_beside_what_keeps_all() -> None:
-    kept, offloaded = plan(6.2), plan(6.2, offloads=True)
-    row, usual = offloaded.recompute_or_offload, offloaded.all_kept
+    kept, offloaded = plan(6.2), plan(6.2, features=asking(PlanOffload("auto")))
+    row, usual = offloaded.freed, offloaded.all_kept
     assert row is not None
     assert usual is not None
-    assert row.offloaded > 0
+    share, of_host = PlanOffload().as_json(offloaded, row).values()
+    assert share > 0
     assert row.memory.total <= 6.2 * GIB
     said = as_json(offloaded)["activation_states"]
-    assert f"offloads {row.offloaded:.0%} to the host ({gib(row.host_bytes)} of each rank)" in said
+    assert f"offloads {share:.0%} to the host ({gib(of_host)} of each rank)" in said
     lead = row.tokens_per_gpu / usual.tokens_per_gpu - 1
     assert f"{abs(lead):.1%} {'ahead of' if lead >= 0 else 'behind'} auto that keeps all" in said
     assert "--pipeline-offload auto" in flags(row, 16)

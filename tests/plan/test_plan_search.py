@@ -13,16 +13,17 @@ from typing import Any
 import auto_plans
 import pytest
 from brief_searches import briefly
-from small_models import ROOT, SMALL, a100, load, small
+from small_models import ROOT, SMALL, WHOLE, a100, load, small
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.parsing import GIB
 from megatron_zb.plan import cli as plan
 from megatron_zb.plan import table
+from megatron_zb.plan.features.catalog import FEATURES
 from megatron_zb.plan.prediction import IterationSettings, predict
 from megatron_zb.plan.reasons import reason, recommendation, recommended
-from megatron_zb.plan.search import Plan, search, searched_by_auto
+from megatron_zb.plan.search import Plan, search, searched_by_auto, with_those_of_auto
 from megatron_zb.plan.settings import PlanJob
 from megatron_zb.plan.stages import cut_into_stages
 from megatron_zb.plan.strategy import (
@@ -30,7 +31,6 @@ from megatron_zb.plan.strategy import (
     MEGATRON_INTERLEAVED,
     Choices,
     candidates_of,
-    with_those_of_auto,
 )
 from megatron_zb.plan.table import flags
 from megatron_zb.plan.workers import workers
@@ -65,13 +65,17 @@ def test_megatrons_own_always_stand_in_the_table() -> None:
 
 def test_progress_has_a_name_and_how_much_is_done() -> None:
     told: list[tuple[str, int, int]] = []
-    search(job(vocabulary="off"), candidates_of(["zb-h1"]), watch=lambda *each: told.append(each))
+    search(
+        job(features=WHOLE),
+        candidates_of(["zb-h1"]),
+        watch=lambda *each: told.append(each),
+    )
     names = ["no pipeline", MEGATRON_1F1B, MEGATRON_INTERLEAVED, "zb-h1", "zb-h1", ""]
     assert told == [(name, min(done, 4), 4) for done, name in enumerate(names)]
 
 
 def test_a_row_in_json_has_all_that_was_chosen_and_predicted() -> None:
-    rows = table.as_json(search(job(vocabulary="off"), candidates_of(["zb-h1"])))["ranked"]
+    rows = table.as_json(search(job(features=WHOLE), candidates_of(["zb-h1"])))["ranked"]
     assert {frozenset(row) for row in rows} == {
         frozenset(
             "schedule runs chunks tensor pipeline data context expert expert_tensor precision "
@@ -107,7 +111,7 @@ def test_auto_is_never_behind_a_schedule_that_it_could_run() -> None:
 
 def test_auto_leaves_megatrons_own_as_they_were_asked_for() -> None:
     blocking = candidates_of(["auto"], overlap=False)
-    own = [candidate for candidate in with_those_of_auto(blocking) if candidate.megatron]
+    own = [candidate for candidate in with_those_of_auto(blocking, FEATURES) if candidate.megatron]
     assert own == blocking[:2]
 
 

@@ -21,20 +21,23 @@ from megatron_zb.megatron_core.refusals import Asked, of_arguments, refusals
 from megatron_zb.megatron_lm import argument_table
 from megatron_zb.parsing import GIB
 from megatron_zb.plan import byte_counts
+from megatron_zb.plan.features.catalog import asking
+from megatron_zb.plan.features.recomputation import PlanRecomputation
+from megatron_zb.plan.features.slices import PlanSlices
+from megatron_zb.plan.features.vocabulary import CountedShard, PlanVocabulary
 from megatron_zb.plan.model_flags import model_flags
 from megatron_zb.plan.operators import attention_flops
 from megatron_zb.plan.prediction import (
     IterationSettings,
-    Prediction,
     ordered,
     peak_of,
     predict,
 )
 from megatron_zb.plan.reasons import _said
 from megatron_zb.plan.request import read_training
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import Plan, _Looking, _Tried, search, searched_by_auto
 from megatron_zb.plan.settings import CountedSettings, EvenSplit, PlanJob, estimated_memory
-from megatron_zb.plan.slices import unrolled, with_slices
 from megatron_zb.plan.stages import StageWorkload, cut_into_stages
 from megatron_zb.plan.strategy import (
     MEGATRON_CONTEXT,
@@ -42,25 +45,31 @@ from megatron_zb.plan.strategy import (
     MEGATRON_OWN,
     Choices,
     ScheduleCandidate,
+    Strategy,
     candidates_of,
-    sliced,
     strategies,
 )
 from megatron_zb.plan.table import as_json, flags
-from megatron_zb.plan.vocabulary import CountedShard
 from megatron_zb.schedules import PassKind
 from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.slices import Slicing, slicing_of
 from megatron_zb.schedules.placement import v_shape
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
 LONG = small(sequence_length=32768, query_groups=4)
-ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), slices=(1, 4, 16))
+ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,))
+SLICES = PlanSlices(counts=(1, 4, 16))
+EIGHT = PlanSlices(counts=(8,))
 
 
 def of(name: str) -> ScheduleCandidate:
-    (found,) = sliced(candidates_of([name])[2:], named=True)
+    (found,) = PlanSlices().of_these(candidates_of([name])[2:], named=True)
     return found
+
+
+def slicing(row: Prediction) -> Slicing | None:
+    return None if row.schedule is None else slicing_of(row.schedule)
 
 
 def cut(name: str, **strategy: Any) -> StageWorkload:
@@ -70,10 +79,15 @@ def cut(name: str, **strategy: Any) -> StageWorkload:
 
 
 def plan(
-    gib_per_gpu: float, choices: Choices = ONE, batch: int = 4, vocabulary: str = "off"
+    gib_per_gpu: float,
+    slices: PlanSlices = SLICES,
+    choices: Choices = ONE,
+    batch: int = 4,
+    vocabulary: str = "off",
 ) -> Plan:
-    job = PlanJob(LONG, a100(), 4, gib_per_gpu * GIB, batch, 32768, choices, vocabulary=vocabulary)
-    candidates = with_slices(candidates_of(["zb-h1", "v-half"]), choices.slices, named=True)
+    job = PlanJob(LONG, a100(), 4, gib_per_gpu * GIB, batch, 32768, choices)
+    job = replace(job, features=asking(slices, PlanVocabulary(vocabulary)))
+    candidates = slices.candidates(candidates_of(["zb-h1", "v-half"]), named=True)
     with briefly():
         return search(job, candidates, tries=2)
 
@@ -83,16 +97,15 @@ def test_time_and_memory_are_those_that_the_schedule_has_for_the_same_costs(name
     staged = cut(name, slices=8)
     row = ordered(staged, of(name), IterationSettings(3), None)
     costs = staged.costs(blocking=False)
-    assert staged.slicing is not None
     schedule = schedules.build(
-        name, pipeline_size=4, num_microbatches=3, costs=costs, slices=staged.slicing
+        name, pipeline_size=4, num_microbatches=3, costs=costs, slices=staged.units.cut
     )
     timeline = schedules.simulate(schedule, costs)
     assert row.predicted().pipeline_seconds == timeline.makespan
     last = staged.placement.rank_of[-1]  # W of the output layer keeps more than costs can have
     needed = []
     for rank, passes in enumerate(schedule.ranks):
-        held = sum(peak_of([*unrolled(passes, staged.slicing)], staged.held_by_slices))
+        held = sum(peak_of(staged.units.passes(passes), staged.held_by_units))
         needed.append(held + staged.fixed(rank))
         assert rank == last or held == pytest.approx(timeline.peak_memory[rank])
     assert row.memory.total == pytest.approx(max(needed))
@@ -115,12 +128,12 @@ def test_what_slices_add_to_a_layer_is_what_a_hand_counts() -> None:
     assert cut_up.message() == whole.message() / 8
     assert cut_up.latency(False) - whole.latency(False) == pytest.approx(7 * link.latency)
     assert byte_counts.logits(cut_up) == byte_counts.logits(whole) / 8
-    slicing = cut("zb-h1", slices=8).slicing
-    assert slicing is not None
+    growing = cut("zb-h1", slices=8).load.slicing
+    assert growing is not None
     seconds = 8 * attention_flops(LONG, 32768, 32768) / 2 / device.attention.reached
     ends = cut_up.embedding().forward + cut_up.output().forward
     whole_forward = 8 * cut_up.layer(0).forward + ends
-    assert slicing.attention == pytest.approx(seconds / whole_forward)
+    assert growing.attention == pytest.approx(seconds / whole_forward)
 
 
 def test_what_ranks_of_a_slice_gather_and_scatter_is_what_a_hand_counts() -> None:
@@ -149,36 +162,38 @@ def test_what_slices_add_to_a_shard_is_what_a_hand_counts() -> None:
     assert cut_up.weight - whole.weight == pytest.approx(weight)
     assert cut_up.held == whole.held  # of a microbatch
     for is_last in (False, True):
-        assert cut_up.passing(is_last=is_last) == pytest.approx(whole.passing(is_last=is_last) / 8)
+        assert cut_up.logits(is_last=is_last) == pytest.approx(whole.logits(is_last=is_last) / 8)
     assert cut_up.crowding(3, 0) == pytest.approx(whole.crowding(3, 0))
 
 
 def test_slices_are_planned_with_a_sharded_vocabulary() -> None:
-    choices = replace(ONE, slices=(4,))
-    rows = {row.candidate: row for row in plan(20, choices, vocabulary="on").ranked}
+    found = plan(20, PlanSlices(counts=(4,)), vocabulary="on")
+    rows = {row.candidate: row for row in found.ranked}
     row = rows["v-half sliced"]
-    assert row.vocabulary_parallel and row.slicing is not None and row.schedule is not None
+    made = slicing(row)
+    assert row.runs.vocabulary_parallel and made is not None and row.schedule is not None
     kinds = {p.kind for rank in row.schedule.ranks for p in rank}
     assert {*map(PassKind, "OPVEG")} <= kinds
     given = " ".join(flags(row, 4)).split()
     assert given[given.index("--pipeline-vocabulary") + 1] == "on"
     parser = settings.add_megatron_lm_arguments(argument_table.parser_of("0.16"))
     args = parser.parse_args([*model_flags(LONG), *given])
-    assert args.pipeline_slices.slices == row.slicing.slices == 4
+    assert args.pipeline_slices.slices == made.slices == 4
     assert [*refusals(of_arguments(args))] == []
-    words = f"v-half with --pipeline-slices {row.slicing} and --pipeline-vocabulary on"
+    words = f"v-half with --pipeline-slices {made} and --pipeline-vocabulary on"
     assert _said(row) == words
 
 
 def test_slices_of_equal_time_take_equally_long() -> None:
     staged = cut("zb-h1", slices=4, by_time=True)
-    assert staged.slicing is not None
-    lengths = staged.slicing.lengths
+    equal = staged.load.slicing
+    assert equal is not None
+    lengths = equal.lengths
     assert lengths[0] > 1.5 * lengths[-1]
     assert sum(lengths) == 32768
     assert all(length % 16 == 0 for length in lengths)
     costs = staged.costs(blocking=False)
-    rows = [costs.scaled(scale) for scale in staged.slicing.scales]
+    rows = [costs.scaled(scale) for scale in equal.scales]
     times = [
         sum(row.seconds[PassKind.F]) + sum(row.seconds[PassKind.B]) + sum(row.seconds[PassKind.W])
         for row in rows
@@ -192,13 +207,13 @@ def test_slices_of_equal_time_take_equally_long() -> None:
 def test_prefixes_and_full_recomputation_keep_keys_and_values() -> None:
     keys = 2 * 32768 * 2 * 4 * 64
     staged = cut("1f1b", slices=8, recompute="full")
-    assert staged.prefix(0) == keys * (3 * 2 + 5)
-    assert cut("1f1b").prefix(0) == 0
+    assert staged.kept(0) == keys * (3 * 2 + 5)
+    assert cut("1f1b").kept(0) == 0
     inputs = 2 * 32768 * 1024
     assert staged.held[0].activation == 2 * (inputs + keys)
     assert cut("1f1b", recompute="full").held[0].activation == 2 * inputs
     shared = cut("1f1b", slices=8, context=4, recompute="full")
-    assert shared.prefix(0) == keys * (3 * 2 + 6)
+    assert shared.kept(0) == keys * (3 * 2 + 6)
     assert shared.held[0].activation == 2 * (inputs / 4 + keys)
     more = cut("zb-h1", slices=8, context=4).held[0].activation
     more -= cut("zb-h1", context=4).held[0].activation
@@ -234,10 +249,10 @@ def test_slices_are_proposed_where_few_microbatches_do_not_fit() -> None:
     assert rows[MEGATRON_FULL].load.strategy.recompute == "full"
     assert rows[MEGATRON_FULL].tokens_per_gpu < first.tokens_per_gpu
     assert found.nothing_for[MEGATRON_CONTEXT].startswith("no setting")
-    assert f"--pipeline-slices {first.slicing}" in flags(first, 4)
+    assert f"--pipeline-slices {slicing(first)}" in flags(first, 4)
     said = as_json(found)
     assert len(said["ranked"][0]["slice_tokens"]) == said["ranked"][0]["slices"] > 1
-    assert f"with --pipeline-slices {first.slicing}" in said["recommendation"]
+    assert f"with --pipeline-slices {slicing(first)}" in said["recommendation"]
 
 
 def test_few_settings_that_cannot_fit_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,13 +268,15 @@ def test_few_settings_that_cannot_fit_are_built(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("megatron_zb.plan.search._Looking._simulated", fits_not)
     monkeypatch.setattr("megatron_zb.plan.search._BUILT", 1)
-    job = PlanJob(LONG, a100(), 4, 80 * GIB, 4, 32768, ONE, vocabulary="off")
+    features = asking(SLICES, PlanVocabulary("off"))
+    job = PlanJob(LONG, a100(), 4, 80 * GIB, 4, 32768, ONE, features=features)
     found = _Looking(CountedSettings.of(job), 2).at(of("zb-h1"))
     assert found.settings > len({str(tried.setting) for tried in found.tried}) == 1
 
 
 def test_rows_of_megatrons_remedies_are_megatrons() -> None:
-    names = [one.name for one in with_slices(candidates_of(["v-half"]), [4], named=True)]
+    usual = candidates_of(["v-half"])
+    names = [one.name for one in PlanSlices(counts=(4,)).candidates(usual, named=True)]
     assert {name in MEGATRON_OWN for name in names if name.startswith("Megatron")} == {True}
     assert {MEGATRON_CONTEXT, MEGATRON_FULL, "v-half sliced"} <= {*names}
     assert "v-half sliced" not in MEGATRON_OWN
@@ -268,8 +285,9 @@ def test_rows_of_megatrons_remedies_are_megatrons() -> None:
 @pytest.mark.parametrize("context", [1, 2])
 def test_training_takes_the_flags_of_a_plan(context: int) -> None:
     parser = settings.add_megatron_lm_arguments(argument_table.parser_of("0.16"))
-    choices = replace(ONE, pipeline=(4 // context,), context=(context,), slices=(4,))
-    row = next(row for row in plan(20, choices).ranked if row.slicing)
+    choices = replace(ONE, pipeline=(4 // context,), context=(context,))
+    found = plan(20, PlanSlices(counts=(4,)), choices)
+    row = next(row for row in found.ranked if slicing(row))
     args = parser.parse_args([*model_flags(LONG), *" ".join(flags(row, 4)).split()])
     assert args.pipeline_slices is not None
     assert args.context_parallel_size == context
@@ -279,8 +297,8 @@ def test_training_takes_the_flags_of_a_plan(context: int) -> None:
 
 
 def test_whole_microbatches_have_the_same_rows_beside_slices() -> None:
-    both, whole = plan(40), plan(40, replace(ONE, slices=(1,)))
-    assert not any(row.slicing for row in whole.ranked)
+    both, whole = plan(40), plan(40, PlanSlices())
+    assert not any(map(slicing, whole.ranked))
     found = {row.candidate: (row.seconds, row.memory.total) for row in both.ranked}
     alone = {row.candidate: (row.seconds, row.memory.total) for row in whole.ranked}
     assert alone.items() <= found.items()
@@ -296,9 +314,14 @@ def test_narrow_models_need_longer_slices(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_slices_are_long_enough_on_all_ranks_that_share_them() -> None:
-    choices = replace(ONE, tensor=(1, 2), pipeline=(1, 4), context=(1, 2), slices=(1, 3, 8, 16))
-    choices = replace(choices, slice_tokens=2048)
-    found = [*strategies(LONG, a100(), 16, 16, choices, 32768)]
+    slices = PlanSlices(counts=(1, 3, 8, 16), least=2048)
+
+    def ways(choices: Choices, slices: PlanSlices, sequence: int) -> list[Strategy]:
+        whole = strategies(LONG, a100(), 16, 16, choices, sequence)
+        return [way for one in whole for way in (one, *slices.strategies(one, sequence))]
+
+    choices = replace(ONE, tensor=(1, 2), pipeline=(1, 4), context=(1, 2))
+    found = ways(choices, slices, 32768)
     for by_time in (False, True):
         sizes = {
             (s.tensor, s.pipeline, s.context, s.slices)
@@ -306,10 +329,9 @@ def test_slices_are_long_enough_on_all_ranks_that_share_them() -> None:
             if s.slices > 1 and s.by_time is by_time
         }
         assert sizes == {(1, 4, 1, 8), (1, 4, 1, 16), (2, 4, 1, 8), (1, 4, 2, 8)}
-    fp8 = replace(choices, precision="fp8")
-    assert all(s.slices == 1 for s in strategies(LONG, a100(), 16, 16, fp8, 32768))
-    odd = replace(choices, tensor=(1,), pipeline=(4,), context=(1, 2), slice_tokens=1)
-    found = [*strategies(LONG, a100(), 16, 16, odd, 2 * 8 * 3)]
+    assert all(s.slices == 1 for s in ways(replace(choices, precision="fp8"), slices, 32768))
+    odd = replace(choices, tensor=(1,), pipeline=(4,))
+    found = ways(odd, replace(slices, least=1), 2 * 8 * 3)
     assert {s.slices for s in found if s.context == 1} == {1, 3, 8, 16}
     assert {s.slices for s in found if s.context == 2} == {1, 3}  # a rank has two runs of a slice
 
@@ -342,7 +364,8 @@ def test_what_training_refuses_with_slices_is_not_planned(
     assert any(refusals(asked, only=("slices",)))
     of_job = {n: changes[n] for n in ("post_validation",) if n in changes}
     model = small(**{n: value for n, value in changes.items() if n not in of_job})
-    job = PlanJob(model, a100(), 4, 80 * GIB, 32, 32768, ONE, **of_job)
+    features = asking(SLICES)
+    job = PlanJob(model, a100(), 4, 80 * GIB, 32, 32768, ONE, features=features, **of_job)
     with pytest.raises(UsageError, match=f"--slices: microbatches cannot be cut.*{why}"):
         search(job, candidates_of(["zb-h1"]), tries=1)
 
@@ -381,11 +404,11 @@ def test_slices_of_a_pattern_are_those_of_its_layers() -> None:
     kept = byte_counts.keys_and_values(staged.load)
     for rank, stages in enumerate(staged.placement.stages_of):
         attending = sum(model.attends(i) for s in stages for i in staged.layers_of[s])
-        assert staged.prefix(rank) == (3 * attending + 5) * kept * (attending > 0)
-    job = PlanJob(model, a100(), 4, 80 * GIB, 4, 32768, replace(ONE, slices=(8,)))
+        assert staged.kept(rank) == (3 * attending + 5) * kept * (attending > 0)
+    job = PlanJob(model, a100(), 4, 80 * GIB, 4, 32768, ONE, features=asking(EIGHT))
     with briefly():
         (row,) = search(job, [of("v-half")], tries=1).ranked
-    assert f"--pipeline-slices {row.slicing}" in flags(row, 4)
+    assert f"--pipeline-slices {slicing(row)}" in flags(row, 4)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +434,7 @@ def test_slices_of_a_training_are_kept_or_refused() -> None:
     with pytest.raises(UsageError, match="slices of a plan have equal lengths"):
         read_training([*words, "--pipeline-slices", "2,1,1"])
     with pytest.raises(UsageError, match="--reset-attention-mask cannot be combined"):
-        read_training([*words, "--reset-attention-mask"], sliced=True)
+        read_training([*words, "--reset-attention-mask"], Namespace(slices="2"))
 
 
 def test_figures_of_long_samples_are_those_of_the_results() -> None:
@@ -433,32 +456,33 @@ def test_figures_of_long_samples_are_those_of_the_results() -> None:
 
 def test_slices_that_are_recomputed_are_planned() -> None:
     """Where a V of slices does not fit, auto recomputes some; the limit is kept."""
-    choices = replace(ONE, slices=(8,))
-    job = PlanJob(LONG, a100(), 4, 10 * GIB, 8, 32768, choices, recomputes=True)
-    (auto,) = sliced(candidates_of(["auto"])[2:], named=True)
+    features = asking(EIGHT, PlanRecomputation("auto"))
+    job = PlanJob(LONG, a100(), 4, 10 * GIB, 8, 32768, ONE, features=features)
+    auto = of("auto")
     staged, m = cut("v-zb", slices=8), 8
-    kept, recomputed = (replace(staged, recomputes=recomputes) for recomputes in (False, True))
+    kept, recomputed = staged, replace(staged, features=(*staged.features, PlanRecomputation()))
     recomputation = recomputed.costs(blocking=False).feature(Recomputation)
     assert recomputation is not None
     assert recomputation.kept_input == 2 * 32768 * LONG.hidden_size  # in 16 bits
     assert searched_by_auto(job, auto, kept, m) is None
     row = searched_by_auto(job, auto, recomputed, m)
     assert row is not None
-    assert 0 < row.recomputed < 0.8
+    assert 0 < PlanRecomputation().share(row) < 0.8
     assert row.memory.total <= job.memory
     assert row.tokens_per_gpu < job.optimistic(recomputed, m)
     assert row.timeline is not None
     assert row.bubble == pytest.approx(row.timeline.bubble_rate)
     given = flags(row, m)
-    assert {"--pipeline-recompute auto", f"--pipeline-slices {row.slicing}"} <= {*given}
+    assert {"--pipeline-recompute auto", f"--pipeline-slices {slicing(row)}"} <= {*given}
 
 
 def test_only_settings_whose_activations_do_not_fit_are_counted_with_drops() -> None:
-    choices = replace(ONE, slices=(8,), recompute=("none", "full"))
+    choices = replace(ONE, recompute=("none", "full"))
+    features = asking(EIGHT, PlanRecomputation("auto"))
     for gib_per_gpu, count in ((7, 2), (40, 0)):
-        job = PlanJob(LONG, a100(), 4, gib_per_gpu * GIB, 8, 32768, choices, recomputes=True)
-        (auto,) = sliced(candidates_of(["auto"])[2:], named=True)
-        found = CountedSettings.of(job).if_recomputed(auto)
+        job = PlanJob(LONG, a100(), 4, gib_per_gpu * GIB, 8, 32768, choices, features=features)
+        auto = of("auto")
+        found = CountedSettings.of(job).if_freed(auto)
         assert len(found) == count  # equal slices and such of equal time
         for staged, m in found:
             assert (staged.load.strategy.recompute, staged.placement, m) == ("none", v_shape(4), 8)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from small_models import a100, small
+from small_models import WHOLE, a100, small
 
 from megatron_zb.parsing import GIB
 from megatron_zb.plan import table
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("brief_searches")
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(1, 2), recompute=("none",))
-    job = PlanJob(small(), a100(), 4, 20 * GIB, 32, 1024, choices, vocabulary="off")
+    job = PlanJob(small(), a100(), 4, 20 * GIB, 32, 1024, choices, features=WHOLE)
     return search(job, candidates_of(["zb-h1", "v-zb", "v-half"]))
 
 
@@ -45,7 +45,7 @@ def printed(plan: Plan, width: int = 200) -> str:
 def unsearched() -> Plan:
     """A plan whose orders follow from formulas: the same on every machine."""
     choices = Choices(tensor=(1,), pipeline=(2, 4), microbatch=(1, 2), recompute=("none", "full"))
-    job = PlanJob(small(), a100(), 4, 20 * GIB, 32, 1024, choices, vocabulary="off")
+    job = PlanJob(small(), a100(), 4, 20 * GIB, 32, 1024, choices, features=WHOLE)
     return search(job, candidates_of(["zb-h1", "zb-h2"]))
 
 

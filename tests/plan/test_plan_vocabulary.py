@@ -18,21 +18,22 @@ from megatron_zb.errors import UsageError
 from megatron_zb.parsing import GIB
 from megatron_zb.plan import byte_counts
 from megatron_zb.plan.device import DeviceConfig, read_device
+from megatron_zb.plan.features.catalog import asking
+from megatron_zb.plan.features.vocabulary import (
+    CONNECTION,
+    CountedShard,
+    PlanVocabulary,
+    more_connections,
+)
 from megatron_zb.plan.model import ModelConfig, read_model
 from megatron_zb.plan.page import save_plan
 from megatron_zb.plan.prediction import IterationSettings, peak_of, predict
-from megatron_zb.plan.reasons import recommendation, vocabulary, vocabulary_parallel_gain
+from megatron_zb.plan.reasons import recommendation, sentences
 from megatron_zb.plan.search import WORTH_A_CHANGE, Plan, search
 from megatron_zb.plan.settings import PlanJob
 from megatron_zb.plan.stages import StageWorkload, cut_into_stages
 from megatron_zb.plan.strategy import Choices, ScheduleCandidate, candidates_of
 from megatron_zb.plan.table import flags
-from megatron_zb.plan.vocabulary import (
-    CONNECTION,
-    CountedShard,
-    can_be_shared,
-    more_connections,
-)
 from megatron_zb.plan.work import PassSeconds
 from megatron_zb.schedules import Pass, PassKind
 from megatron_zb.schedules.features.vocabulary import Vocabulary
@@ -58,8 +59,14 @@ def sharded_stages(model: ModelConfig | None = None, **changes: Any) -> StageWor
     return found
 
 
-def plan(names: list[str], **changes: Any) -> Plan:
-    first = PlanJob(small(vocabulary=LARGE), a100(), 4, 60 * GIB, 16, 1024, ONE)
+def shard_of(staged: StageWorkload) -> CountedShard:
+    assert isinstance(staged.ends, CountedShard)
+    return staged.ends
+
+
+def plan(names: list[str], vocabulary: str = "auto", **changes: Any) -> Plan:
+    features = asking(PlanVocabulary(vocabulary))
+    first = PlanJob(small(vocabulary=LARGE), a100(), 4, 60 * GIB, 16, 1024, ONE, features=features)
     with briefly():
         return search(replace(first, **changes), candidates_of(names), tries=1)
 
@@ -99,7 +106,7 @@ def test_tensor_parallel_ranks_gather_and_sum() -> None:
 
 def test_states_of_all_shards_are_those_of_both_layers() -> None:
     sharded = sharded_stages()
-    whole = replace(sharded, vocabulary_parallel=False)
+    whole = replace(sharded, features=())
     output = 1024 * 32000
     for which in ("parameters", "weights", "gradients", "optimizer"):
         sums = [sum(getattr(held, which) for held in of.states) for of in (whole, sharded)]
@@ -112,8 +119,7 @@ def test_states_of_all_shards_are_those_of_both_layers() -> None:
 def test_ranks_that_look_up_count_it_forth_and_back() -> None:
     """Eight bytes of each number of a token, and a rank in a V takes three messages' worth."""
     sharded = sharded_stages()
-    shard = sharded.shard
-    assert shard is not None
+    shard = shard_of(sharded)
     moved = 8 * 1024 * 1024 / sharded.load.device.memory_bandwidth.reached
     assert shard.lookup == pytest.approx(moved + 4 * sharded.load.device.kernels.seconds)
     of_stages = sum(sharded.work[s].weight for s in sharded.placement.stages_of[1])
@@ -125,12 +131,11 @@ def test_ranks_that_look_up_count_it_forth_and_back() -> None:
 def test_the_first_stage_adds_what_all_ranks_have_looked_up() -> None:
     """Three more ranks' rows, and nothing of the look-up and its gradient."""
     sharded = sharded_stages()
-    shard = sharded.shard
-    assert shard is not None
+    shard = shard_of(sharded)
     device = sharded.load.device
     numbers, gaps = 1024 * 1024, 3 + 1  # three sums, and the kernel before the first layer
     added = 3 * 6 * numbers / device.memory_bandwidth.reached + gaps * device.kernels.seconds
-    assert shard.looked_up.total == shard.looked_up.forward == pytest.approx(added)
+    assert shard.first.total == shard.first.forward == pytest.approx(added)
     layers = sharded.work[1]
     assert sharded.work[0].total == pytest.approx(layers.total + added)
 
@@ -138,8 +143,7 @@ def test_the_first_stage_adds_what_all_ranks_have_looked_up() -> None:
 def test_logits_are_held_from_o_to_v() -> None:
     sharded = sharded_stages()
     kinds = (PassKind.O, PassKind.O, PassKind.P, PassKind.V, PassKind.V)
-    shard = sharded.shard
-    assert shard is not None
+    shard = shard_of(sharded)
     each = shard.held.activation
     assert each == 2 * 1024 * 8000 + (2 * 1024 + 16) * 1024
     peaks = [
@@ -163,12 +167,11 @@ def test_the_rank_of_the_loss_has_parts_of_all() -> None:
 def test_what_a_rank_does_is_in_its_costs() -> None:
     sharded = sharded_stages()
     costs = sharded.costs(blocking=False).for_placement(sharded.placement)
-    shard = sharded.shard
-    assert shard is not None
+    shard = shard_of(sharded)
     assert costs.seconds[PassKind.O][8:] == pytest.approx([shard.output] * 4)
     assert costs.seconds[PassKind.V][8:] == pytest.approx([shard.weight] * 4)
     assert len(costs.memory["activation"]) == 8
-    whole = replace(sharded, vocabulary_parallel=False)
+    whole = replace(sharded, features=())
     norm = shard.last_norm
     assert sharded.work[-1].total == pytest.approx(
         whole.work[-1].total - sharded.load.output().total + norm.total
@@ -218,7 +221,7 @@ def test_a_plan_that_is_to_shard_what_cannot_be_sharded_is_refused() -> None:
         UsageError, match=r"small cannot shard its output layer, because .* post-validation runs"
     ):
         plan(["v-half"], model=again, vocabulary="on", post_validation=True)
-    said = vocabulary(plan(["zb-h1"], model=again, post_validation=True))
+    said = sentences(plan(["zb-h1"], model=again, post_validation=True))["vocabulary"]
     assert said is not None and "no vocabulary parallelism: the forwards that post-validat" in said
 
 
@@ -229,7 +232,7 @@ def test_a_hybrid_model_shards_its_output_layer() -> None:
     )
     off, on = (plan(["v-half"], model=model, vocabulary=asked) for asked in ("off", "on"))
     found = on.ranked[0]
-    assert found.vocabulary_parallel
+    assert found.runs.vocabulary_parallel
     assert found.tokens_per_gpu > 1.2 * off.ranked[0].tokens_per_gpu
     words = " ".join(flags(found, 32))
     assert "--pipeline-vocabulary on" in words
@@ -242,22 +245,22 @@ def test_prediction_counts_for_one_more_output_layer_and_a_layer() -> None:
         sharded_stages(small(prediction_layers=layers, rotary={"base": 10000}, vocabulary=LARGE))
         for layers in (0, 1)
     )
-    assert once.shard is not None and again.shard is not None
+    ends = shard_of(again)
     for name in ("output", "weight", "lookup"):
-        assert getattr(again.shard, name) == pytest.approx(2 * getattr(once.shard, name)), name
-    assert again.shard.held.activation == 2 * once.shard.held.activation
+        assert getattr(ends, name) == pytest.approx(2 * getattr(once.ends, name)), name
+    assert ends.held.activation == 2 * shard_of(once).held.activation
     layer = again.load.layer(0).total
-    predicted = again.work[-1].total - again.layout[-1] * layer - again.shard.last_norm.total
+    predicted = again.work[-1].total - again.layout[-1] * layer - ends.last_norm.total
     assert predicted == pytest.approx(again.load.output().total - 2 * once.load.output().total)
     assert predicted > layer and again.layout[-1] < once.layout[-1]
     more, usual = (
-        byte_counts.rank_states(of.load, [0], False, True, sharded=True).weights
+        byte_counts.rank_states(of.load, [0], False, True, ends_apart=True).weights
         for of in (again, once)
     )
     hidden = again.load.model.hidden_size
     assert more - usual == usual + 2 * 2 * hidden**2  # 16 bits of a layer, and of what joins rows
     costs = again.costs(blocking=False).feature(Vocabulary)
-    assert costs is not None and costs.predicts and costs.output == 4 * again.shard.output
+    assert costs is not None and costs.predicts and costs.output == 4 * ends.output
 
 
 def test_a_tied_weight_is_one_shard_of_each_rank() -> None:
@@ -266,14 +269,15 @@ def test_a_tied_weight_is_one_shard_of_each_rank() -> None:
         for tied in (True, False)
     )
     assert untied.weights == 2 * tied.weights
-    assert plan(["v-half"], model=small(tied_embeddings=True, vocabulary=LARGE)).sharded is not None
+    found = plan(["v-half"], model=small(tied_embeddings=True, vocabulary=LARGE))
+    assert PlanVocabulary in found.best_with
 
 
 def test_rows_that_do_not_divide_are_left_whole() -> None:
     odd = small(vocabulary=LARGE + 2)
-    assert not can_be_shared(odd, load(odd).strategy)
+    assert not PlanVocabulary().is_possible(load(odd))
     found = plan(["zb-h1"], model=odd)
-    assert found.sharded is None
+    assert PlanVocabulary not in found.best_with
     assert "zb-h1" not in {
         row.candidate for row in plan(["zb-h1"], model=odd, vocabulary="on").ranked
     }
@@ -286,40 +290,39 @@ def test_a_sharding_that_pays_takes_the_place_of_a_whole_output_layer() -> None:
     """The output layer takes more than all layers of a rank: sharding it must pay."""
     auto, off, on = (plan(["v-half"], vocabulary=asked) for asked in ("auto", "off", "on"))
     first = auto.ranked[0]
-    assert (first.candidate, first.vocabulary_parallel) == ("v-half", True)
+    assert (first.candidate, first.runs.vocabulary_parallel) == ("v-half", True)
     assert "--pipeline-vocabulary on" in flags(first, 16)
     whole = next(row for row in off.ranked if row.candidate == "v-half")
-    gain = vocabulary_parallel_gain(auto, first)
+    gain = PlanVocabulary().gain(auto, first)
     assert gain is not None
     assert gain == pytest.approx(first.tokens_per_gpu / whole.tokens_per_gpu - 1)
     assert gain > 0.5
     assert recommendation(auto).startswith("run v-half with --pipeline-vocabulary on: ")
-    assert "is " in vocabulary(auto) and " faster than the best without" in vocabulary(auto)
-    assert not any(row.vocabulary_parallel for row in off.ranked)
+    assert " faster than the best without" in str(sentences(auto)["vocabulary"])
+    assert not any(row.runs.vocabulary_parallel for row in off.ranked)
     assert not any("--pipeline-vocabulary" in flag for row in off.ranked for flag in flags(row, 16))
-    assert [row.vocabulary_parallel for row in on.ranked if row.candidate == "v-half"] == [True]
-    assert not any(row.vocabulary_parallel for row in on.ranked if row.candidate != "v-half")
+    assert {r.candidate for r in on.ranked if r.runs.vocabulary_parallel} == {"v-half"}
     assert first.memory.total < whole.memory.total  # its logits and its states were on one rank
 
 
 def test_auto_takes_the_best_with_a_sharded_output_layer() -> None:
     found = plan(["auto", "v-half"])
     rows = {row.candidate: row for row in found.ranked}
-    assert rows["auto"].vocabulary_parallel
+    assert rows["auto"].runs.vocabulary_parallel
     assert rows["auto"].tokens_per_gpu >= rows["v-half"].tokens_per_gpu
     alone = plan(["auto"], vocabulary="on")
-    assert {row.candidate: row.vocabulary_parallel for row in alone.ranked}["auto"]
+    assert {row.candidate: row.runs.vocabulary_parallel for row in alone.ranked}["auto"]
 
 
 def test_a_small_vocabulary_is_not_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where the bound says so, nor where the simulation does."""
-    assert plan(["v-half"], model=small(vocabulary=512)).sharded is None
+    assert PlanVocabulary not in plan(["v-half"], model=small(vocabulary=512)).best_with
     monkeypatch.setattr(PlanJob, "optimistic", lambda job, staged, m: float("inf"))
     found = plan(["v-half"], model=small(vocabulary=512))
-    assert found.sharded is not None
-    assert found.sharded.tokens_per_gpu < found.ranked[0].tokens_per_gpu * (1 + WORTH_A_CHANGE)
-    assert not any(row.vocabulary_parallel for row in found.ranked)
-    assert "not worth a change" in vocabulary(found)
+    sharded = found.best_with[PlanVocabulary]
+    assert sharded.tokens_per_gpu < found.ranked[0].tokens_per_gpu * (1 + WORTH_A_CHANGE)
+    assert not any(row.runs.vocabulary_parallel for row in found.ranked)
+    assert "not worth a change" in str(sentences(found)["vocabulary"])
 
 
 def test_no_more_sharded_rows_are_simulated_than_may_win() -> None:
@@ -354,7 +357,7 @@ def test_auto_is_never_behind_a_whole_or_a_sharded_output_layer(name: str) -> No
     on = plan(["v-half"], vocabulary="on", **first)
     assert auto.ranked[0].tokens_per_gpu * (1 + WORTH_A_CHANGE) >= on.ranked[0].tokens_per_gpu
     rows = {row.candidate: row for row in auto.ranked}
-    if rows["v-half"].vocabulary_parallel:
+    if rows["v-half"].runs.vocabulary_parallel:
         assert (
             rows["v-half"].tokens_per_gpu
             > {row.candidate: row.tokens_per_gpu for row in off.ranked}["v-half"]
@@ -394,13 +397,13 @@ def test_a_page_of_a_plan_draws_what_has_colours(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
     found = plan(["v-half"])
-    assert found.ranked[0].vocabulary_parallel
+    assert found.ranked[0].runs.vocabulary_parallel
     save_plan(tmp_path / "plan.html", found)
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "--pipeline-vocabulary on" in page
     explorer = json.loads(Page(page).root.one("script", id="explorer-data").text)
     first = next(
-        row.timeline for row in found.ranked if row.timeline and not row.vocabulary_parallel
+        row.timeline for row in found.ranked if row.timeline and not row.runs.vocabulary_parallel
     )
     assert explorer["names"][0] == first.schedule.name
     assert explorer["orders"][0]["costs"]["activation"] == list(first.costs.memory["activation"])
@@ -436,7 +439,7 @@ def test_messages_of_shards_take_connections(placement: Any, expected: list[int]
 
 def test_connections_of_shards_count_as_messages() -> None:
     sharded = sharded_stages()
-    whole = replace(sharded, vocabulary_parallel=False)
+    whole = replace(sharded, features=())
     more = [sharded.messages(rank) - whole.messages(rank) for rank in range(4)]
     assert more == [more_connections(sharded.placement, rank) * CONNECTION for rank in range(4)]
     assert max(more) == 2 * 9_633_792

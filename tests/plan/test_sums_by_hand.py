@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from counted_sizes import arguments
 from measured_runs import P, profile
-from small_models import a100, load, small
+from small_models import WHOLE, a100, load, small
 
 from megatron_zb.measured.balance import of_arguments
 from megatron_zb.measured.counted_layers import attention_of
@@ -17,6 +17,7 @@ from megatron_zb.measured.fit import Fit, Variant
 from megatron_zb.measured.profile import Profile
 from megatron_zb.plan import from_profile, model_flags
 from megatron_zb.plan.byte_counts import StateBytes, layer_held
+from megatron_zb.plan.features.vocabulary import PlanVocabulary
 from megatron_zb.plan.from_profile import ProfileRequest
 from megatron_zb.plan.mixers import LatentAttention, latent_attention
 from megatron_zb.plan.step import Travel, by_formula, seconds_apart
@@ -206,11 +207,11 @@ def test_a_vocabulary_is_sharded_if_its_rows_can_be_divided(
     values = profile().model_dump()
     values["model"] |= {"vocabulary": rows, "tensor": tensor}
     asked = ProfileRequest(Profile.model_validate(values), 8, None, False)
-    assert asked.why_not_sharded == why
+    assert PlanVocabulary().why_not(asked) == why
 
 
 def test_the_table_of_a_profile_is_in_milliseconds_and_gib() -> None:
-    asked = ProfileRequest(profile(), 8, None, False, "off")
+    asked = ProfileRequest(profile(), 8, None, False, WHOLE)
     found, _ = from_profile.rows(asked, candidates_of(["1f1b"]))
     row = found[0]
     table = from_profile._table([row])

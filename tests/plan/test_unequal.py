@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_models import WHOLE
 
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.plan.device import read_device
-from megatron_zb.plan.model import read_model
-from megatron_zb.plan.search import Plan, search
-from megatron_zb.plan.settings import PlanJob
-from megatron_zb.plan.strategy import Choices, candidates_of
-from megatron_zb.plan.unequal import (
+from megatron_zb.plan.features.lengths import (
     SequenceLengths,
     attention_of,
     evenly,
@@ -26,6 +23,10 @@ from megatron_zb.plan.unequal import (
     together,
     with_lengths,
 )
+from megatron_zb.plan.model import read_model
+from megatron_zb.plan.search import Plan, search
+from megatron_zb.plan.settings import PlanJob
+from megatron_zb.plan.strategy import Choices, candidates_of
 from megatron_zb.schedules.step_plan import Lengths
 
 SIZES = "--config llama3_8b --gpus 8 --device h100_sxm --tensor 2 --pipeline 4".split()
@@ -41,7 +42,7 @@ def plan_of(sequence: int, data: int = 1) -> Plan:
         global_batch=8 * data,
         sequence=sequence,
         choices=Choices(tensor=(2,), pipeline=(4,)),
-        vocabulary="off",
+        features=WHOLE,
     )
     return search(job.of_single_samples(sequence), candidates_of(["v-half", "zb-h1"]))
 

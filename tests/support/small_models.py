@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 
 from megatron_zb.plan.device import DeviceConfig, read_device
+from megatron_zb.plan.features.catalog import asking
+from megatron_zb.plan.features.vocabulary import PlanVocabulary
 from megatron_zb.plan.model import ModelConfig
 from megatron_zb.plan.strategy import Strategy
 from megatron_zb.plan.work import Workload
@@ -24,6 +26,8 @@ vocabulary: 32000
 sequence_length: 1024
 global_batch_size: 32
 """
+WHOLE = asking(PlanVocabulary("off"))
+"""Features of a plan, none of whose schedules shards the output layer."""
 
 
 def a100() -> DeviceConfig:

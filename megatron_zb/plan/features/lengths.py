@@ -9,6 +9,7 @@ every pass.
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from collections.abc import Sequence
@@ -25,8 +26,9 @@ from rich.text import Text
 
 from megatron_zb import files, schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.plan.prediction import Prediction
+from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import Plan
+from megatron_zb.plan.settings import PlanJob
 from megatron_zb.plan.stages import average_layer
 from megatron_zb.plan.table import name_in, setting_of
 from megatron_zb.plan.work import Workload
@@ -133,6 +135,27 @@ class SequenceLengths:
         if self.given:
             return min(self.most, rng.choice(self.given))
         return max(1, min(self.most, round(rng.lognormvariate(math.log(self.median), self.sigma))))
+
+
+def asked_lengths(arguments: argparse.Namespace, job: PlanJob) -> SequenceLengths | None:
+    """Return the lengths of sequences, if they are requested.
+
+    Raises:
+        UsageError: they cannot be read, or a microbatch would have several samples.
+    """
+    if arguments.lengths is None:
+        if arguments.packing is not None:
+            raise UsageError("--packing needs --lengths, such as --lengths lognormal:4096:0.9")
+        return None
+    for feature in job.features:
+        feature.check_lengths(arguments)
+    if arguments.micro_batch_size not in (None, "1"):
+        raise UsageError(
+            f"--micro-batch-size {arguments.micro_batch_size} cannot be combined with --lengths, "
+            "where a microbatch is one sequence or one pack: leave it out"
+        )
+    packs = arguments.packing == "first-fit"
+    return SequenceLengths.read(arguments.lengths, job.sequence, packs=packs)
 
 
 def _two_numbers(text: str, numbers: str) -> tuple[float, float]:
