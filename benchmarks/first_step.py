@@ -128,7 +128,7 @@ def _trained(job: Job, way: Way, args: argparse.Namespace) -> list[list[dict[str
 
 
 def _rank(rank: int, job: Job, way: Way, args: argparse.Namespace, folder: str) -> None:
-    from megatron_zb.megatron_core.cpu import run_on_cpu
+    from megatron_zb.cpu_ranks import run_on_cpu
 
     run_on_cpu()
     join(rank, job.ranks, f"{folder}/meeting")

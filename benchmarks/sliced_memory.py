@@ -148,7 +148,7 @@ def _rank(rank: int, job: Job, folder: str) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from megatron_zb.megatron_core.cpu import run_on_cpu
+    from megatron_zb.cpu_ranks import run_on_cpu
 
     run_on_cpu()
     join(rank, job.ranks, f"{folder}/meeting")

@@ -116,7 +116,7 @@ def _steps(args: argparse.Namespace, name: str) -> list[float]:
 
 def _run_rank(args: argparse.Namespace) -> None:
     """Train one contender on this rank; the first rank prints the milliseconds of all steps."""
-    from megatron_zb.megatron_core.cpu import run_on_cpu
+    from megatron_zb.cpu_ranks import run_on_cpu
 
     run_on_cpu()
     import torch

@@ -152,7 +152,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _rank(rank: int, job: Job, contenders: list[Contender], folder: str) -> None:
-    from megatron_zb.megatron_core.cpu import run_on_cpu
+    from megatron_zb.cpu_ranks import run_on_cpu
 
     run_on_cpu()
     join(rank, job.ranks, f"{folder}/meeting")

@@ -134,7 +134,7 @@ def _check_surroundings(args: argparse.Namespace) -> None:
     # that it has been made, by the first check of a number
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     if args.cpu:
-        from megatron_zb.megatron_core.cpu import run_on_cpu
+        from megatron_zb.cpu_ranks import run_on_cpu
 
         run_on_cpu()
     else:

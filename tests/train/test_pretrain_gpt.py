@@ -318,7 +318,6 @@ def test_without_the_flag_megatron_is_as_it_was(corpus: str, tmp_path: Path) -> 
             if re.match(r"megatron_zb\.(runtime|megatron_core)\.", name)
         ] == [
             "megatron_zb.megatron_core.checkpoints",
-            "megatron_zb.megatron_core.cpu",
             "megatron_zb.megatron_core.random_streams",
             "megatron_zb.megatron_core.versions",
         ]
