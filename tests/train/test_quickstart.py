@@ -150,18 +150,6 @@ def test_steps_that_sleep_are_measured_beside_what_was_predicted(tmp_path: Path)
     assert steps["zb-h1"].predicted_bubble_rate < steps["1f1b"].predicted_bubble_rate
 
 
-def test_steps_of_slices_sleep_as_predicted(tmp_path: Path) -> None:
-    records = tmp_path / "steps.jsonl"
-    command = quickstart.sleeping_command(records, ["1f1b"])
-    module = command.index("megatron_zb.train.sleeping_steps")
-    done = run_job(2, command[module], [*command[module + 1 :], "--slices", "2"], 300)
-    assert done.code == 0, done.stderr
-    step = quickstart.read_steps(NewRecords(records)())["1f1b"]
-    passes = sum(quickstart.MILLISECONDS) / 1000
-    assert step.predicted_seconds == pytest.approx((NUM_MICROBATCHES + 1 / 2) * passes)
-    assert step.measured_seconds >= 0.999 * step.predicted_seconds
-
-
 def test_the_table_of_steps_is_readable_on_80_columns() -> None:
     upstream = SleepingStep(2.0, 2.5, 0.25)
     ours = SleepingStep(1.6, 1.75, 0.0625)
