@@ -596,16 +596,16 @@ TRAINING = """
 --pipeline-model-parallel-size 3 | start torchrun with --nproc-per-node 3
 --pipelin-schedule v-half | did you mean --pipeline-schedule?
 --split 0,1 | such as 90,10,0
---bf16 --fp16 | give one of them
---loss-scale 2 | add --fp16 or leave it out
---sequence-parallel | needs --tensor-model-parallel-size of 2 or more
+--fp16 | unknown argument '--fp16': did you mean --bf16?
+--sequence-parallel | unknown argument '--sequence-parallel'
+--overlap-grad-reduce | unknown argument '--overlap-grad-reduce'
+--tokenizer-type NullTokenizer | unknown argument '--tokenizer-type'
 --save-interval 2 | --save-interval needs --save
 --finetune | --finetune needs --load
 --min-lr 1 | --min-lr 1.0 is above --lr 0.01: it must not be
---recompute-granularity full | needs --recompute-method and --recompute-num-layers
---recompute-granularity most | give one of
+--recompute-granularity full | unknown argument '--recompute-granularity'
 --lr-decay-style bent | give one of
---transformer-impl transformer_engine | leave out --cpu
+--transformer-impl local | unknown argument '--transformer-impl'
 --cpu=yes | --cpu takes no value
 --data-path /dev/zero | there is no file /dev/zero.bin
 --data-path binary.yaml | there is no file binary.yaml.bin

@@ -140,7 +140,8 @@ def _defaults() -> argparse.Namespace:
     from megatron_zb.train import flags
 
     values = flags.parser().defaults()
-    return argparse.Namespace(**(values | {"cpu": True, "num_query_groups": 4}))
+    own = {"cpu": True, "num_query_groups": 4, "sequence_parallel": False}
+    return argparse.Namespace(**(values | own))
 
 
 def whole_model(args: argparse.Namespace, ffn_hidden_size: int | None = None) -> GPTModel:
