@@ -1,6 +1,6 @@
 """Steps of the same tiny GPT under several pipeline runtimes; what ``host_overhead.py`` times.
 
-Imports Megatron: call ``megatron_zb.megatron_core.cpu.run_on_cpu`` first. Every stage has one
+Imports Megatron: call ``megatron_zb.cpu_ranks.run_on_cpu`` first. Every stage has one
 layer, the first one an embedding and the last one an output layer and the loss. Microbatches are
 all alike, so that nobody's time goes into data.
 """

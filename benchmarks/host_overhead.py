@@ -141,7 +141,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _rank(rank: int, args: argparse.Namespace, ranks: int, meeting_point: str, result: str) -> None:
-    from megatron_zb.megatron_core.cpu import run_on_cpu
+    from megatron_zb.cpu_ranks import run_on_cpu
 
     join(rank, ranks, meeting_point)
     run_on_cpu()

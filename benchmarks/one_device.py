@@ -66,7 +66,7 @@ def at_least_one(text: str) -> int:
 def start(device: torch.device) -> None:
     """Let Megatron run on this device as the only rank of a job."""
     if device.type == "cpu":
-        from megatron_zb.megatron_core.cpu import run_on_cpu
+        from megatron_zb.cpu_ranks import run_on_cpu
 
         run_on_cpu()
         torch.set_num_threads(1)  # see CpuClock

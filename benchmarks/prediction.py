@@ -108,7 +108,7 @@ def _arguments() -> argparse.Namespace:
 
 def _rank(rank: int, args: argparse.Namespace, shape: Shape, folder: str) -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    from megatron_zb.megatron_core.cpu import run_on_cpu
+    from megatron_zb.cpu_ranks import run_on_cpu
 
     run_on_cpu()
     join(rank, RANKS, f"{folder}/meeting")

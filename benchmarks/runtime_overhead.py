@@ -35,6 +35,7 @@ from typing import Any
 import provenance
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from overlapped_stages import OverlappedSteps, seconds_of_link
 from rich.console import Console
 from rich.table import Table
 
@@ -45,7 +46,7 @@ from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.train.synthetic_steps import SyntheticSteps, join, seconds_of_link
+from megatron_zb.train.synthetic_steps import SyntheticSteps, join
 
 MOST = 1.005
 """What a step with a watchdog may take, of one without."""
@@ -131,7 +132,7 @@ def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, re
         if built.pairs:
             orders[f"{name}, no pairs"] = built.without_pairs()
     for name, schedule in orders.items():
-        steps = SyntheticSteps(rank, schedule, costs)
+        steps = OverlappedSteps(rank, schedule, costs)
         if args.watchdog:
             results[name] = _watched(steps, port, args.repetitions)
         else:

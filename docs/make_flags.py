@@ -36,7 +36,9 @@ INTRODUCTION = """\
 # Flags
 
 A training takes these flags beside Megatron-LM's own. `megatron_zb.launch` and a patched checkout
-take all of them. `megatron_zb.train` takes most of them, as its `--help` lists.
+take all of them. `megatron_zb.train` takes most of them, as its `--help` lists. It is a small
+trainer, and refuses arguments that only Megatron-LM's scripts have, such as `--fp16` or
+`--use-distributed-optimizer`.
 
 In the examples, `$MY_ARGUMENTS` are the arguments of your Megatron-LM run, with
 `--pipeline-model-parallel-size 4`. `megatron-zb check -- $MY_ARGUMENTS --pipeline-schedule v-half`

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_zb.megatron_core.cpu import run_on_cpu
+from megatron_zb.cpu_ranks import run_on_cpu
 
 run_on_cpu()  # before Megatron is imported; on GPUs without it, with nccl and chunks on the device
 

@@ -41,7 +41,7 @@ def install(*, cpu: bool = False) -> None:
                 "install(cpu=True) comes after an import from Megatron, which has looked for a GPU "
                 "by then: call it before all imports from Megatron"
             )
-        from megatron_zb.megatron_core.cpu import prepare_arguments, run_on_cpu
+        from megatron_zb.cpu_ranks import prepare_arguments, run_on_cpu
 
         run_on_cpu(training_loop=True)
         prepare = prepare_arguments

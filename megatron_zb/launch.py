@@ -93,7 +93,7 @@ def _prepare(arguments: Sequence[str], on_cpu: bool) -> Path:
     sys.path[:0] = folders
     prepare = None
     if on_cpu:
-        from megatron_zb.megatron_core.cpu import prepare_arguments, run_on_cpu
+        from megatron_zb.cpu_ranks import prepare_arguments, run_on_cpu
 
         run_on_cpu(training_loop=True)
         prepare = prepare_arguments

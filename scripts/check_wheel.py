@@ -17,6 +17,7 @@ SUBPACKAGES = {
     "bridge",
     "cli",
     "configs",
+    "cpu_ranks",
     "distill",
     "drawing",
     "job",

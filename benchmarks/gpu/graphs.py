@@ -99,7 +99,7 @@ def _start(device: torch.device, seconds: int, share_device: bool) -> None:
     os.environ["NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"] = "1"  # or no two runs are equal
     os.environ.update(one_device.REPEATABLE)
     if device.type == "cpu":
-        from megatron_zb.megatron_core.cpu import run_on_cpu
+        from megatron_zb.cpu_ranks import run_on_cpu
 
         run_on_cpu()
         torch.set_num_threads(1)

@@ -110,7 +110,7 @@ def main() -> None:
 def _start(job: Job, rank: int, folder: Path) -> None:
     """Join the other ranks."""
     if job.device == "cpu":
-        from megatron_zb.megatron_core.cpu import redirect_experts, run_on_cpu
+        from megatron_zb.cpu_ranks import redirect_experts, run_on_cpu
 
         run_on_cpu()
         if job.experts is not None:

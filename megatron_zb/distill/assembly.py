@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_zb.cpu_ranks import redirect_experts
 from megatron_zb.distill import flags
 from megatron_zb.distill.blocks import student_layer
 from megatron_zb.distill.library_files import TEACHER, Entry, LibraryFile, weights_path
@@ -27,7 +28,6 @@ from megatron_zb.distill.student import BlockShape
 from megatron_zb.distill.teacher import expert_blocks, read_teacher
 from megatron_zb.errors import UsageError
 from megatron_zb.files import write_text
-from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb.train.processes import Environment
 from megatron_zb.train.ranks import start_ranks, stop_ranks
 

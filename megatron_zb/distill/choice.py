@@ -194,7 +194,7 @@ def _run(argv: Sequence[str] | None) -> None:
         library_files.write(args.block_configs, described)
     if args.save_student is not None:
         warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.")
-        from megatron_zb.megatron_core.cpu import run_on_cpu
+        from megatron_zb.cpu_ranks import run_on_cpu
 
         run_on_cpu()  # before Megatron is imported
         from megatron_zb.distill.assembly import assemble

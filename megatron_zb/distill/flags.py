@@ -155,7 +155,7 @@ _BOUNDED: dict[str, Argument] = {
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ranks")
-    flags.add_processes(group)
+    flags.add(group, flags.PROCESSES)
     group.add_argument(
         "--distribution",
         metavar="SPEC",
@@ -169,33 +169,38 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    flags.add_batches(
-        group,
+    about = (
         "sequences per iteration, over all microbatches; a stage on several ranks gives them "
-        "microbatches in turn",
+        "microbatches in turn"
     )
+    flags.add(group, flags.BATCHES, global_batch_size={"help": about})
     group.add_argument(
         "--seq-length", type=int, metavar="N", help="in tokens; default: the teacher's"
     )
-    flags.add_optimizer(group)
+    flags.add(group, flags.OPTIMIZER)
     group.add_argument("--bf16", action="store_true", help="float32 without it")
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data and evaluation")
-    flags.add_sources(group)
-    flags.add_evaluation(
-        group,
-        "batches of held-out text on which teacher and stitched student are compared at the end",
+    flags.add_source(group)
+    about = (
+        "batches of held-out text on which teacher and stitched student are compared at the end; "
+        "default: %(default)s, none"
     )
+    flags.add(group, flags.DATA, eval_iters={"help": about})
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints")
-    flags.add_checkpoints(
+    flags.add(
         group,
-        "write a checkpoint of all candidates and their optimizers at the end of the run",
-        "continue from the latest checkpoint there",
+        flags.CHECKPOINTS,
+        save={
+            "help": "write a checkpoint of all candidates and their optimizers at the end of the "
+            "run"
+        },
+        load={"help": "continue from the latest checkpoint there"},
     )
     settings.add_arguments(group, settings.DISTILLATION, "pipeline_allow_other_data")
     group.add_argument(
@@ -207,7 +212,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def _add_log(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("log")
-    flags.add_records(group, interval=10)
+    flags.add(group, flags.RECORDS, log_interval={"default": 10})
     group.add_argument(
         "--picture",
         metavar="FILE",

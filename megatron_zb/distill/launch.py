@@ -47,7 +47,7 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     from megatron_zb.train.ranks import start_ranks, stop_ranks
 
     if job.args.cpu and job.args.num_experts:
-        from megatron_zb.megatron_core.cpu import redirect_experts
+        from megatron_zb.cpu_ranks import redirect_experts
 
         redirect_experts()
     experts = job.args.expert_model_parallel_size
@@ -93,7 +93,7 @@ def _job(args: argparse.Namespace, world_size: int) -> Job:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|megatron\.core")
     if args.cpu:
-        from megatron_zb.megatron_core.cpu import run_on_cpu
+        from megatron_zb.cpu_ranks import run_on_cpu
 
         run_on_cpu()
     else:

@@ -261,7 +261,7 @@ def _sentence(error: Exception) -> str:
 def main(question: str, root: str) -> None:
     """Import the Megatron-LM in a folder into this process, and print the answer."""
     sys.path.insert(0, root)
-    from megatron_zb.megatron_core.cpu import run_on_cpu
+    from megatron_zb.cpu_ranks import run_on_cpu
 
     run_on_cpu(training_loop=True)
     if question == _VALIDATION:

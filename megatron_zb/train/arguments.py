@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -16,12 +17,11 @@ from typing import Any
 from megatron_zb.errors import UsageError
 from megatron_zb.files import read_text
 from megatron_zb.job import data_contents, settings
-from megatron_zb.job.data_contents import Record
 from megatron_zb.job.settings import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, choice_of
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 from megatron_zb.train.checkpoint_directory import latest_checkpoint
-from megatron_zb.train.flags import parser
+from megatron_zb.train.flags import check_bounds, parser
 
 
 def parse(argv: Sequence[str], world_size: int) -> argparse.Namespace:
@@ -48,24 +48,19 @@ def complete(args: argparse.Namespace, world_size: int) -> None:
         UsageError: as :func:`parse`.
     """
     _fill_in(args)
-    for check in (
-        _check_positive,
-        _check_model,
-        _check_precision,
-        _check_parallel,
-        _check_schedule,
-        _check_training,
-        _check_recompute,
-        _check_files,
-    ):
-        check(args, world_size)
-    setattr(args, data_contents.RECORD, _contents_of_data(args))
-
-
-def _contents_of_data(args: argparse.Namespace) -> Record:
+    check_bounds(args)
+    _check_model(args)
+    _check_parallel(args, world_size)
+    _check_schedule(args)
+    _check_training(args)
+    _check_files(args)
     if args.mock_data:
-        return data_contents.record({}, {}, {"--mock-data": True})
-    return data_contents.record({"--data-path": args.data_path}, {}, {"--split": args.split})
+        contents = data_contents.record({}, {}, {"--mock-data": True})
+    else:
+        contents = data_contents.record(
+            {"--data-path": args.data_path}, {}, {"--split": args.split}
+        )
+    setattr(args, data_contents.RECORD, contents)
 
 
 def _fill_in(args: argparse.Namespace) -> None:
@@ -102,53 +97,7 @@ def _read_layers(args: argparse.Namespace) -> str | None:
     return text
 
 
-_POSITIVE = (
-    "num_layers",
-    "hidden_size",
-    "kv_channels",
-    "rotary_base",
-    "rope_scaling_factor",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "seq_length",
-    "micro_batch_size",
-    "global_batch_size",
-    "train_iters",
-    "eval_interval",
-    "log_interval",
-    "vocab_size",
-    "make_vocab_size_divisible_by",
-    "pipeline_model_parallel_size",
-    "tensor_model_parallel_size",
-    "exit_interval",
-    "save_interval",
-    "lr_decay_iters",
-    "seed",
-    "distributed_timeout_minutes",
-)
-_NOT_NEGATIVE = (
-    "lr",
-    "min_lr",
-    "weight_decay",
-    "clip_grad",
-    "eval_iters",
-    "lr_warmup_iters",
-    "attention_dropout",
-    "hidden_dropout",
-)
-
-
-def _check_positive(args: argparse.Namespace, world_size: int) -> None:
-    for name in _POSITIVE:
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise UsageError(f"{flag_of(name)} is {value}: it must be greater than 0")
-    for name in _NOT_NEGATIVE:
-        if getattr(args, name) < 0:
-            raise UsageError(f"{flag_of(name)} is {getattr(args, name)}: it must be 0 or greater")
-
-
-def _check_model(args: argparse.Namespace, world_size: int) -> None:
+def _check_model(args: argparse.Namespace) -> None:
     if args.kv_channels is None:
         _check_divides(args, "num_attention_heads", "hidden_size")
         args.kv_channels = args.hidden_size // args.num_attention_heads
@@ -165,14 +114,6 @@ def _check_model(args: argparse.Namespace, world_size: int) -> None:
             f"--max-position-embeddings {args.max_position_embeddings} is too few for "
             f"--seq-length {args.seq_length}: it must be at least the sequence length"
         )
-    if args.transformer_impl == "transformer_engine":
-        if args.cpu:
-            raise UsageError("--transformer-impl transformer_engine needs a GPU: leave out --cpu")
-        if find_spec("transformer_engine") is None:
-            raise UsageError(
-                "--transformer-impl transformer_engine: the package transformer_engine is not "
-                "installed; install it or use --transformer-impl local"
-            )
 
 
 def _check_divides(args: argparse.Namespace, divisor: str, dividend: str) -> None:
@@ -180,17 +121,8 @@ def _check_divides(args: argparse.Namespace, divisor: str, dividend: str) -> Non
     if large % small:
         raise UsageError(
             f"{flag_of(dividend)} {large} is not a multiple of {flag_of(divisor)} {small}: "
-            f"{large - large % small or small} or {large + small - large % small} would be"
+            f"{_neighbours(large, small)} would be"
         )
-
-
-def _check_precision(args: argparse.Namespace, world_size: int) -> None:
-    if args.bf16 and args.fp16:
-        raise UsageError("--bf16 and --fp16 exclude each other: give one of them")
-    if args.loss_scale is not None and not args.fp16:
-        raise UsageError("--loss-scale is for --fp16: add --fp16 or leave it out")
-    if args.fp16 and args.loss_scale is None:  # they tell the scale to shrink
-        args.check_for_nan_in_loss_and_grad = False
 
 
 def _check_parallel(args: argparse.Namespace, world_size: int) -> None:
@@ -204,33 +136,9 @@ def _check_parallel(args: argparse.Namespace, world_size: int) -> None:
     args.data_parallel_size = world_size // (tensor * pipeline)
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         _check_divides(args, "tensor_model_parallel_size", name)
-    _check_sequence_parallel(args)
-    args.padded_vocab_size = _padded_vocab_size(args)
-    _check_batch(args)
-
-
-def _check_sequence_parallel(args: argparse.Namespace) -> None:
-    if not args.sequence_parallel:
-        return
-    if args.tensor_model_parallel_size == 1:
-        raise UsageError("--sequence-parallel needs --tensor-model-parallel-size of 2 or more")
-    _check_divides(args, "tensor_model_parallel_size", "seq_length")
-    if args.transformer_impl == "local" and find_spec("apex") is None:
-        raise UsageError(
-            "--sequence-parallel needs the norm layers of Apex or --transformer-impl "
-            "transformer_engine: Megatron's plain norm layers do not support it"
-        )
-
-
-def _padded_vocab_size(args: argparse.Namespace) -> int:
-    """Pad the vocabulary to a size that is equal for all tensor-parallel sizes that divide it."""
-    multiple: int = args.make_vocab_size_divisible_by
-    while multiple % args.tensor_model_parallel_size:
-        multiple += args.make_vocab_size_divisible_by
-    return -(-int(args.vocab_size) // multiple) * multiple
-
-
-def _check_batch(args: argparse.Namespace) -> None:
+    # equal for all tensor-parallel sizes that divide it
+    multiple = math.lcm(args.make_vocab_size_divisible_by, tensor)
+    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     step = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size % step:
         raise UsageError(
@@ -246,28 +154,23 @@ def _neighbours(number: int, step: int) -> str:
     return f"{below} or {below + step}" if below else str(step)
 
 
-def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
+def _check_schedule(args: argparse.Namespace) -> None:
     size = args.pipeline_model_parallel_size
     if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
         settings.check_unscheduled(args, settings.TRAINER)
         _check_upstream_layers(args, size)
         return
+    if args.pipeline_schedule is not None:
+        catalog.family(args.pipeline_schedule)  # a mistyped name is the first thing to say
     if size == 1:
         raise UsageError(
-            f"{_chosen_schedule(args)} needs a pipeline: give "
+            f"{choice_of(args)} needs a pipeline: give "
             "--pipeline-model-parallel-size of 2 or more, or leave the schedule out"
         )
     from megatron_zb.megatron_core import refusals  # only where a schedule is chosen
 
     chunks, layers = args.num_virtual_stages_per_pipeline_rank, args.num_layers
     refusals.check(refusals.of_arguments(args, chunks=chunks, num_layers=layers))
-
-
-def _chosen_schedule(args: argparse.Namespace) -> str:
-    """Return the flag that chooses a schedule, with its value as written."""
-    if args.pipeline_schedule is not None:
-        catalog.family(args.pipeline_schedule)
-    return choice_of(args)
 
 
 def _check_upstream_layers(args: argparse.Namespace, size: int) -> None:
@@ -290,7 +193,7 @@ def _check_upstream_layers(args: argparse.Namespace, size: int) -> None:
         )
 
 
-def _check_training(args: argparse.Namespace, world_size: int) -> None:
+def _check_training(args: argparse.Namespace) -> None:
     if args.min_lr > args.lr:
         raise UsageError(f"--min-lr {args.min_lr} is above --lr {args.lr}: it must not be")
     if args.lr_warmup_iters >= args.lr_decay_iters:
@@ -324,17 +227,6 @@ def _check_split(args: argparse.Namespace) -> None:
         )
 
 
-def _check_recompute(args: argparse.Namespace, world_size: int) -> None:
-    given = [name for name in ("recompute_method", "recompute_num_layers") if getattr(args, name)]
-    if args.recompute_granularity == "full":
-        if len(given) < 2:
-            raise UsageError(
-                "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
-            )
-    elif given:
-        raise UsageError(f"{flag_of(given[0])} needs --recompute-granularity full")
-
-
 def data_prefixes(args: argparse.Namespace) -> tuple[list[str], list[float] | None]:
     """Return the prefixes in --data-path and their weights, None where they are mixed by size.
 
@@ -345,7 +237,7 @@ def data_prefixes(args: argparse.Namespace) -> tuple[list[str], list[float] | No
     return [prefix for _, prefix in entries], weights or None
 
 
-def _check_files(args: argparse.Namespace, world_size: int) -> None:
+def _check_files(args: argparse.Namespace) -> None:
     layout = args.pipeline_layer_layout
     if asks_for_balance(layout) and layout != AUTO_LAYOUT and not Path(layout).is_file():
         raise UsageError(

@@ -7,7 +7,7 @@ import os
 import queue
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_zb.children import end_with_parent
 from megatron_zb.errors import UsageError, end_with
 from megatron_zb.job import data_contents
-from megatron_zb.megatron_core.checkpoints import without_padding
 from megatron_zb.parsing import flag_of, gib
 from megatron_zb.train.checkpoint_contents import check_contents
 from megatron_zb.train.checkpoint_directory import (
@@ -39,27 +38,15 @@ from megatron_zb.train.model import Trainee
 from megatron_zb.train.processes import is_lost_connection
 
 # Arguments that make a model what it is: a checkpoint fits only a model that agrees on them.
-_MODEL = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "padded_vocab_size",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "normalization",
-    "swiglu",
-    "disable_bias_linear",
-    "untie_embeddings_and_output_weights",
-    "kv_channels",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "rotary_base",
-    "rotary_percent",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-)
+_MODEL = """
+num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups padded_vocab_size
+max_position_embeddings position_embedding_type normalization swiglu disable_bias_linear
+untie_embeddings_and_output_weights kv_channels add_qkv_bias qk_layernorm rotary_base
+rotary_percent use_rope_scaling rope_scaling_factor
+""".split()
+
+# megatron-core's settings of a layout that every other placement can read.
+LAYOUT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
 @dataclass(frozen=True)
@@ -76,14 +63,14 @@ def save(args: argparse.Namespace, trainee: Trainee, progress: Progress) -> None
     Raises:
         UsageError: the directory cannot be written.
     """
-    metadata = _metadata(args.use_distributed_optimizer)
-    _begin_torch_adam(trainee.optimizer)
-    state = _state(trainee, metadata, loading=False)
-    state["rng_state"] = _random_states()
-    state["scheduler"] = trainee.scheduler.state_dict()
-    state["progress"] = vars(progress)
-    state["args"] = vars(args)
-    write(Path(args.save), progress.iteration, state, _storable(metadata))
+    state = {
+        **_state(trainee, loading=False),
+        "rng_state": _random_states(),
+        "scheduler": trainee.scheduler.state_dict(),
+        "progress": vars(progress),
+        "args": vars(args),
+    }
+    write(Path(args.save), progress.iteration, state, LAYOUT)
 
 
 def write(directory: Path, iteration: int, state: dict[str, Any], metadata: dict[str, Any]) -> None:
@@ -194,41 +181,24 @@ def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
         UsageError: there is none, it is damaged, or it is of another model or kind of optimizer.
     """
     path, saved = check_checkpoint(args)
-    if args.finetune:
-        _load_weights(path, trainee)
-        return Progress(0, 0)
-    metadata = _metadata(args.use_distributed_optimizer)
-    if args.use_distributed_optimizer:
-        _prepare_torch_adam(trainee.optimizer)
-    request = _state(trainee, metadata, loading=True)
-    same_ranks = all(
+    request = _model_state(trainee) if args.finetune else _state(trainee, loading=True)
+    same_ranks = not args.finetune and all(
         saved[name] == getattr(args, name)
         for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size")
     )
     if same_ranks:
         request["rng_state"] = _random_states()
     state = read(path, lambda: dist_checkpointing.load(request, str(path)))
-    for chunk, key in zip(trainee.chunks, _model_keys(trainee), strict=True):
-        unwrap_model(chunk).load_state_dict(state[key])
-    for _, adam in _torch_adams(trainee.optimizer):
-        adam.register_load_state_dict_pre_hook(_with_steps)
+    for key, chunk in by_key(trainee.chunks).items():
+        chunk.load_state_dict(state[key])
+    if args.finetune:
+        trainee.optimizer.reload_model_params()
+        return Progress(0, 0)
     trainee.optimizer.load_state_dict(state["optimizer"])
-    if args.use_distributed_optimizer:
-        _separate_steps(trainee.optimizer)
     trainee.scheduler.load_state_dict(state["scheduler"])
     if same_ranks:
         _set_random_states(state["rng_state"])
     return Progress(**state["progress"])
-
-
-def _load_weights(path: Path, trainee: Trainee) -> None:
-    """Load only the weights, as from a checkpoint of a finished model."""
-    metadata = _metadata(distributed_optimizer=False)
-    request = _model_state(trainee, metadata)
-    state = read(path, lambda: dist_checkpointing.load(request, str(path)))
-    for chunk, key in zip(trainee.chunks, _model_keys(trainee), strict=True):
-        unwrap_model(chunk).load_state_dict(state[key])
-    trainee.optimizer.reload_model_params()
 
 
 def read(path: Path, attempt: Callable[[], dict[str, Any]], flag: str = "--load") -> dict[str, Any]:
@@ -256,69 +226,6 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
 
 
-def _prepare_torch_adam(optimizer: Any) -> None:
-    """Let megatron-core's distributed optimizer load a checkpoint into torch's Adam.
-
-    Where neither Transformer Engine nor Apex is installed, megatron-core 0.16.1 uses torch's Adam,
-    but cannot load its state: it expects the state to exist, expects a `step` in it that the
-    checkpoint holds elsewhere, and lets all parameters share one `step`, which then counts too
-    fast (see _separate_steps).
-    """
-    for part, adam in _torch_adams(optimizer):
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                adam.state[parameter] = _first_state(parameter)
-        part._set_main_param_and_optimizer_states = partial(_set_states, part)
-
-
-def _begin_torch_adam(optimizer: Any) -> None:
-    """Give torch's Adam the states of its first step where fp16 has skipped all steps so far.
-
-    Otherwise the checkpoint has none, and cannot be loaded.
-    """
-    for _, adam in _torch_adams(optimizer):
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                if not adam.state[parameter]:
-                    adam.state[parameter] = _first_state(parameter)
-
-
-def _with_steps(_: torch.optim.Optimizer, stored: dict[str, Any]) -> dict[str, Any]:
-    """Add the number of steps that Megatron does not store while it is 0."""
-    states = {
-        key: {"step": torch.tensor(0.0), **state} if state else state
-        for key, state in stored["state"].items()
-    }
-    return {**stored, "state": states}
-
-
-def _first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        "step": torch.tensor(0.0),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
-    }
-
-
-def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            yield part, part.optimizer
-
-
-def _separate_steps(optimizer: Any) -> None:
-    """Give every parameter a `step` of its own again after loading."""
-    for _, adam in _torch_adams(optimizer):
-        for state in adam.state.values():
-            state["step"] = state["step"].clone()
-
-
-def _set_states(part: Any, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-    """Set a parameter's states as megatron-core's own method, keeping the `step` already loaded."""
-    step = part._get_main_param_and_optimizer_states(parameter)["step"]
-    type(part)._set_main_param_and_optimizer_states(part, parameter, {"step": step, **tensors})
-
-
 def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     """Find the latest checkpoint in --load and its stored arguments; needs no process group.
 
@@ -328,25 +235,28 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     _, path = latest_checkpoint(Path(args.load))
     check_contents(path, "--load")
     common = read(path, lambda: dist_checkpointing.load_common_state_dict(str(path)))
-    stored = common["args"]
+    stored = common.get("args", {})
     saved: dict[str, Any] = vars(stored) if isinstance(stored, argparse.Namespace) else stored
-    optimizer = () if args.finetune else ("use_distributed_optimizer", "bf16", "fp16")
     layers = args.heterogeneous_layers_config_encoded_json
     if (saved.get("heterogeneous_layers_config_encoded_json") or None) != layers:
         raise UsageError(
             f"--load: {path} has other layers: give --heterogeneous-layers-config-path what it was "
             "made with, or leave it out for a model with layers of one shape"
         )
+    names = [*_MODEL] if args.finetune else [*_MODEL, "bf16"]
     of_layers = () if layers is None else ("ffn_hidden_size", "num_query_groups")
-    for name in (*_MODEL, *optimizer):
-        if name in of_layers:
-            continue
+    for name in (name for name in names if name not in of_layers):
         mine = getattr(args, name)
         if saved.get(name) != mine:
-            flag = flag_of(name)
             raise UsageError(
-                f"--load: {path} was written with {flag} {saved.get(name)}, this run has {mine}; "
-                "they must be the same"
+                f"--load: {path} was written with {flag_of(name)} {saved.get(name)}, this run has "
+                f"{mine}; they must be the same"
+            )
+    for name in () if args.finetune else ("fp16", "use_distributed_optimizer"):
+        if saved.get(name):
+            raise UsageError(
+                f"--load: {path} was written with {flag_of(name)}, which only Megatron-LM's "
+                "scripts continue: give --finetune to take its weights alone"
             )
     if not (args.finetune or args.skip_train or args.pipeline_allow_other_data):
         mine = getattr(args, data_contents.RECORD)
@@ -354,45 +264,35 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     return path, saved
 
 
-def _state(trainee: Trainee, metadata: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+def _state(trainee: Trainee, *, loading: bool) -> dict[str, Any]:
     """Return model and optimizer as megatron-core's sharded tensors, by global layer numbers."""
-    state = _model_state(trainee, metadata)
-    parts = getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer])
-    with without_padding(parts):
-        state["optimizer"] = trainee.optimizer.sharded_state_dict(
-            state, is_loading=loading, metadata=metadata
-        )
-    return state
+    state = _model_state(trainee)
+    optimizer = trainee.optimizer.sharded_state_dict(
+        state, is_loading=loading, metadata=_metadata()
+    )
+    return {**state, "optimizer": optimizer}
 
 
-def _model_state(trainee: Trainee, metadata: dict[str, Any]) -> dict[str, Any]:
+def _model_state(trainee: Trainee) -> dict[str, Any]:
+    metadata = _metadata()
     return {
-        key: unwrap_model(chunk).sharded_state_dict(metadata=metadata)
-        for chunk, key in zip(trainee.chunks, _model_keys(trainee), strict=True)
+        key: chunk.sharded_state_dict(metadata=metadata)
+        for key, chunk in by_key(trainee.chunks).items()
     }
 
 
-def _model_keys(trainee: Trainee) -> list[str]:
-    if len(trainee.chunks) == 1:
-        return ["model"]
-    return [f"model{index}" for index in range(len(trainee.chunks))]
+def by_key(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Return the chunks of a model, unwrapped, by their keys in a state."""
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    return {name: unwrap_model(chunk) for name, chunk in zip(names, chunks, strict=True)}
 
 
-def _metadata(distributed_optimizer: bool) -> dict[str, Any]:
-    """Return megatron-core's settings of a layout that every other placement can read."""
-    metadata: dict[str, Any] = {
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
+def _metadata() -> dict[str, Any]:
+    """Return the layout of the state, with the group of the ranks that hold copies of it."""
+    return {
+        **LAYOUT,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    if distributed_optimizer:
-        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
-        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
-    return metadata
-
-
-def _storable(metadata: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in metadata.items() if key != "dp_cp_group"}
 
 
 def _random_states() -> ShardedObject:

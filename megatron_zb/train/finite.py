@@ -7,7 +7,6 @@ is given; its exceptions become one sentence here.
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,54 +21,12 @@ class NotFinite(Exception):
     """A NaN or infinite value, which would spoil the weights; the message is one sentence."""
 
 
-class LossCheck:
-    """Check of the losses of an iteration for NaN and infinity, as pretrain_gpt.py does.
+def check_loss(loss: torch.Tensor) -> None:
+    """Check a loss for NaN and infinity, as pretrain_gpt.py does; the host waits for it.
 
-    Megatron-LM reads each loss at once, so that the host waits for the device in every microbatch
-    and the device for the host afterwards. Here a loss is read when the device has computed it.
+    Raises:
+        RuntimeError: it is NaN or infinite.
     """
-
-    def __init__(self) -> None:
-        self._copied: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Check the losses that are known by now; ``loss`` is checked later if it is not.
-
-        Raises:
-            RuntimeError: a loss is NaN or infinite.
-        """
-        self._copied.append(_copy_to_host(loss.detach()))
-        while self._copied and _has_come(self._copied[0][1]):
-            _check(self._copied.popleft()[0])
-
-    def finish(self) -> None:
-        """Wait for all losses and check them.
-
-        Raises:
-            RuntimeError: a loss is NaN or infinite.
-        """
-        while self._copied:
-            loss, copied = self._copied.popleft()
-            if copied is not None:
-                copied.synchronize()
-            _check(loss)
-
-
-def _copy_to_host(loss: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    if not loss.is_cuda:
-        return loss, None
-    host = torch.empty_like(loss, device="cpu", pin_memory=True)
-    host.copy_(loss, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return host, copied
-
-
-def _has_come(copied: torch.cuda.Event | None) -> bool:
-    return copied is None or copied.query()
-
-
-def _check(loss: torch.Tensor) -> None:
     for what, is_it in (("NaN", torch.isnan), ("Inf", torch.isinf)):
         get_rerun_state_machine().validate_result(
             result=loss,

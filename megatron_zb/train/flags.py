@@ -1,4 +1,4 @@
-"""The flags of `megatron_zb.train`, in Megatron's names, and their `--help` texts.
+"""The flags of `megatron_zb.train`, in Megatron's names, with their bounds.
 
 Nothing here imports torch or Megatron, so that `--help` answers at once.
 """
@@ -6,13 +6,16 @@ Nothing here imports torch or Megatron, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
+from megatron_zb.errors import UsageError
 from megatron_zb.job import settings
-from megatron_zb.parsing import Parser
+from megatron_zb.parsing import Parser, flag_of
 
 _DESCRIPTION = """\
 Train a GPT model with megatron-core, with one of this package's pipeline schedules or with
-Megatron's own. The arguments have the names they have in Megatron-LM.
+Megatron's own. The arguments have the names they have in Megatron-LM, whose scripts have more.
 
   torchrun --nproc-per-node 4 -m megatron_zb.train --cpu \\
       --pipeline-model-parallel-size 4 --pipeline-schedule v-half \\
@@ -23,6 +26,176 @@ Megatron's own. The arguments have the names they have in Megatron-LM.
 scripts/prepare_text.py turns text files into what --data-path reads.
 """
 
+Argument = Mapping[str, Any]
+"""The arguments of ``add_argument``, and ``above`` or ``least``, the bound of a number."""
+
+_BOUNDS = ("above", "least")
+
+
+def _flag(default: Any = None, help: str = "", **argument: Any) -> Argument:
+    """Return a flag with a value; its default is shown where it has one."""
+    shown = "default: %(default)s" if default is not None and "default:" not in help else ""
+    text = "; ".join(filter(None, (help, shown)))
+    return {"default": default, "help": text or None, **argument}
+
+
+def _count(default: int | None = None, help: str = "", **argument: Any) -> Argument:
+    """Return a whole number of 1 or more, unless another bound is given."""
+    bound = {} if "least" in argument else {"above": 0}
+    return _flag(default, help, type=int, metavar="N", **bound, **argument)
+
+
+def _number(default: float | None = None, help: str = "", **argument: Any) -> Argument:
+    return _flag(default, help, type=float, metavar="X", **argument)
+
+
+def _switch(help: str = "", **argument: Any) -> Argument:
+    return {"action": "store_true", "help": help or None, **argument}
+
+
+MODEL = {
+    "num_layers": _count(required=True),
+    "hidden_size": _count(required=True),
+    "num_attention_heads": _count(required=True),
+    "ffn_hidden_size": _count(help="default: 4 * hidden-size"),
+    "seq_length": _count(help="in tokens", required=True),
+    "max_position_embeddings": _flag(type=int, metavar="N", help="default: seq-length"),
+    "position_embedding_type": _flag(
+        "learned_absolute", choices=("learned_absolute", "rope", "none")
+    ),
+    "normalization": _flag("LayerNorm", choices=("LayerNorm", "RMSNorm")),
+    "norm_epsilon": _number(1e-5),
+    "swiglu": _switch("gated MLP with SiLU instead of GELU"),
+    "disable_bias_linear": _switch(),
+    "group_query_attention": _switch(),
+    "num_query_groups": _flag(type=int, metavar="N", help="with --group-query-attention"),
+    "kv_channels": _count(
+        help="size of an attention head; default: hidden-size / num-attention-heads"
+    ),
+    "add_qkv_bias": _switch("also with --disable-bias-linear, as in Qwen2.5"),
+    "qk_layernorm": _switch("norms of queries and keys, as in Qwen3"),
+    "rotary_base": _number(10000, above=0),
+    "rotary_percent": _number(1.0, "the share of a head that has positions"),
+    "use_rope_scaling": _switch("of low frequencies, as in Llama 3.1"),
+    "rope_scaling_factor": _number(8.0, above=0),
+    "untie_embeddings_and_output_weights": _switch(
+        "give the output layer a weight of its own; by default it is the embedding's"
+    ),
+    "vocab_size": _count(
+        257,
+        "token ids are 0 to N-1, the last one ends a document; default: %(default)s, as "
+        "scripts/prepare_text.py writes it",
+    ),
+    "make_vocab_size_divisible_by": _count(128),
+    "heterogeneous_layers_config_path": _flag(
+        metavar="FILE", help="layers of different shapes, as megatron_zb.distill.choice writes them"
+    ),
+    "init_method_std": _number(0.02),
+    "attention_dropout": _number(
+        0.0,
+        "default: %(default)s, not Megatron's 0.1: masks depend on the placement of the layers, "
+        "and with them losses could not be compared between schedules",
+        least=0,
+    ),
+    "hidden_dropout": _number(0.0, "default: %(default)s, for the same reason", least=0),
+}
+BATCHES = {
+    "micro_batch_size": _count(required=True),
+    "global_batch_size": _count(
+        help="sequences per iteration, over all microbatches and data-parallel ranks", required=True
+    ),
+    "train_iters": _count(required=True),
+    "exit_interval": _count(
+        help="stop after an iteration divisible by N, though the schedules of learning rate and "
+        "data go on to --train-iters"
+    ),
+}
+OPTIMIZER = {
+    "lr": _number(required=True, least=0),
+    "min_lr": _number(0.0, least=0),
+    "lr_decay_style": _flag(
+        "linear", choices=("constant", "linear", "cosine", "inverse-square-root")
+    ),
+    "lr_decay_iters": _count(help="default: train-iters"),
+    "lr_warmup_iters": _count(0, least=0),
+    "weight_decay": _number(0.01, least=0),
+    "clip_grad": _number(1.0, "largest norm of the gradient, 0 to leave it alone", least=0),
+    "adam_beta1": _number(0.9),
+    "adam_beta2": _number(0.999),
+    "adam_eps": _number(1e-8),
+    "seed": _count(1234),
+}
+_ONE_SOURCE = {
+    "mock_data": _switch("train on made-up tokens, which need no file"),
+    "data_path": _flag(
+        nargs="+",
+        metavar="PREFIX",
+        help="data set(s) in Megatron's format: PREFIX.bin and PREFIX.idx; several are mixed by "
+        "size, or by weight when each is written as WEIGHT PREFIX",
+    ),
+}
+DATA = {
+    "data_cache_path": _flag(
+        metavar="DIR",
+        help="where the order of the samples is kept; default: 'cache' beside the data",
+    ),
+    "split": _flag("969,30,1", "shares of the documents for training, evaluation and test"),
+    "eval_iters": _count(
+        0, "batches of --global-batch-size per evaluation; default: %(default)s, none", least=0
+    ),
+}
+PROCESSES = {
+    "cpu": _switch("run on CPU ranks over gloo, to try things out and debug"),
+    "distributed_timeout_minutes": _number(10, above=0),
+}
+CHECKPOINTS = {
+    "save": _flag(metavar="DIR", help="write a checkpoint at the end of the run"),
+    "save_interval": _count(help="and every N iterations"),
+    "load": _flag(
+        metavar="DIR",
+        help="continue from the latest checkpoint there, which may have been written under "
+        "another schedule or number of ranks",
+    ),
+}
+RECORDS = {
+    "log_interval": _count(1, "iterations per printed line"),
+    "log_file": _flag(metavar="PATH", help="also write the log as lines of JSON"),
+}
+_GROUPS = {
+    "model": MODEL,
+    "training": {
+        **BATCHES,
+        **OPTIMIZER,
+        "bf16": _switch("float32 without it"),
+        "check_for_nan_in_loss_and_grad": {
+            "flag": "--no-check-for-nan-in-loss-and-grad",
+            "action": "store_false",
+            "help": "train on with losses and gradients that are NaN or infinite, which otherwise "
+            "end the job",
+        },
+    },
+    "data and evaluation": {
+        **DATA,
+        "eval_interval": _count(1000, "evaluate every N iterations, always on the same sequences"),
+        "skip_train": _switch("evaluate once and end, without training"),
+    },
+    "ranks": {
+        **PROCESSES,
+        "pipeline_model_parallel_size": _count(1),
+        "tensor_model_parallel_size": _count(1),
+    },
+    "checkpoints": {
+        **CHECKPOINTS,
+        "finetune": _switch("take the weights alone from --load and begin at the first iteration"),
+    },
+    "log": {
+        **RECORDS,
+        "measure_activation_memory": _switch(
+            "measure the peak of each rank's activations in the second and third iteration"
+        ),
+    },
+}
+
 
 def parser() -> Parser:
     """Build the parser of the command line, which raises UsageError on mistakes."""
@@ -32,338 +205,44 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for add in (
-        _add_pipeline,
-        _add_model,
-        _add_training,
-        _add_precision,
-        _add_data,
-        _add_parallel,
-        _add_recompute,
-        _add_checkpoint,
-        _add_log,
-    ):
-        add(command_line)
+    group = command_line.add_argument_group("pipeline schedule")
+    settings.add_arguments(group, settings.TRAINER)
+    for title, arguments in _GROUPS.items():
+        group = command_line.add_argument_group(title)
+        if "split" in arguments:
+            add_source(group)
+        add(group, arguments)
     return command_line
 
 
-def _add_pipeline(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("pipeline schedule")
-    settings.add_arguments(group, settings.TRAINER)
+def add(
+    group: argparse._ActionsContainer,
+    arguments: Mapping[str, Argument],
+    **changed: Mapping[str, Any],
+) -> None:
+    """Add flags to a group; ``changed`` has other arguments of ``add_argument`` for some."""
+    for name, argument in arguments.items():
+        given = {**argument, **changed.get(name, {})}
+        flag = given.pop("flag", flag_of(name))
+        group.add_argument(flag, dest=name, **{k: v for k, v in given.items() if k not in _BOUNDS})
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument("--num-layers", type=int, required=True, metavar="N")
-    group.add_argument("--hidden-size", type=int, required=True, metavar="N")
-    group.add_argument("--num-attention-heads", type=int, required=True, metavar="N")
-    group.add_argument("--ffn-hidden-size", type=int, metavar="N", help="default: 4 * hidden-size")
-    group.add_argument("--seq-length", type=int, required=True, metavar="N", help="in tokens")
-    group.add_argument(
-        "--max-position-embeddings", type=int, metavar="N", help="default: seq-length"
-    )
-    group.add_argument(
-        "--position-embedding-type",
-        choices=("learned_absolute", "rope", "none"),
-        default="learned_absolute",
-    )
-    group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
-    group.add_argument("--norm-epsilon", type=float, default=1e-5)
-    group.add_argument("--swiglu", action="store_true", help="gated MLP with SiLU instead of GELU")
-    group.add_argument("--disable-bias-linear", action="store_true")
-    group.add_argument("--group-query-attention", action="store_true")
-    group.add_argument(
-        "--num-query-groups", type=int, metavar="N", help="with --group-query-attention"
-    )
-    _add_attention(group)
-    group.add_argument(
-        "--untie-embeddings-and-output-weights",
-        action="store_true",
-        help="give the output layer a weight of its own; by default it is the embedding's",
-    )
-    group.add_argument(
-        "--vocab-size",
-        type=int,
-        default=257,
-        metavar="N",
-        help="token ids are 0 to N-1, the last one ends a document; the default, 257, is what "
-        "scripts/prepare_text.py writes",
-    )
-    group.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        default=128,
-        metavar="N",
-        help="default: %(default)s",
-    )
-    group.add_argument(
-        "--heterogeneous-layers-config-path",
-        metavar="FILE",
-        help="layers of different shapes, as megatron_zb.distill.choice writes them",
-    )
-    group.add_argument("--init-method-std", type=float, default=0.02, help="default: %(default)s")
-    group.add_argument(
-        "--attention-dropout",
-        type=float,
-        default=0.0,
-        help="default: %(default)s, not Megatron's 0.1: masks depend on the placement of the "
-        "layers, and with them losses could not be compared between schedules",
-    )
-    group.add_argument(
-        "--hidden-dropout",
-        type=float,
-        default=0.0,
-        help="default: %(default)s, for the same reason",
-    )
-    group.add_argument(
-        "--transformer-impl",
-        choices=("local", "transformer_engine"),
-        default="local",
-        help="default: %(default)s",
-    )
+def add_source(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of the text to train on, of which one is given."""
+    add(group.add_mutually_exclusive_group(required=True), _ONE_SOURCE)
 
 
-def _add_attention(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--kv-channels",
-        type=int,
-        metavar="N",
-        help="size of an attention head; default: hidden-size / num-attention-heads",
-    )
-    group.add_argument(
-        "--add-qkv-bias", action="store_true", help="also with --disable-bias-linear, as in Qwen2.5"
-    )
-    group.add_argument(
-        "--qk-layernorm", action="store_true", help="norms of queries and keys, as in Qwen3"
-    )
-    group.add_argument(
-        "--rotary-base", type=float, default=10000, metavar="X", help="default: %(default)s"
-    )
-    group.add_argument(
-        "--rotary-percent",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="the share of a head that has positions; default: %(default)s",
-    )
-    group.add_argument(
-        "--use-rope-scaling", action="store_true", help="of low frequencies, as in Llama 3.1"
-    )
-    group.add_argument(
-        "--rope-scaling-factor", type=float, default=8.0, metavar="X", help="default: %(default)s"
-    )
+def check_bounds(args: argparse.Namespace) -> None:
+    """Check every number that has a bound, where it is given.
 
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("training")
-    add_batches(group, "sequences per iteration, over all microbatches and data-parallel ranks")
-    add_optimizer(group)
-    group.add_argument(
-        "--calculate-per-token-loss",
-        action="store_true",
-        help="average the gradient over all tokens of the batch instead of per microbatch",
-    )
-
-
-def add_batches(group: argparse._ArgumentGroup, about: str) -> None:
-    """Add the flags of batches and their number; ``about`` describes the global batch size."""
-    group.add_argument("--micro-batch-size", type=int, required=True, metavar="N")
-    group.add_argument("--global-batch-size", type=int, required=True, metavar="N", help=about)
-    group.add_argument("--train-iters", type=int, required=True, metavar="N")
-    group.add_argument(
-        "--exit-interval",
-        type=int,
-        metavar="N",
-        help="stop after an iteration divisible by N, though the schedules of learning rate and "
-        "data go on to --train-iters",
-    )
-
-
-def add_optimizer(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of learning rate, Adam and the seed."""
-    group.add_argument("--lr", type=float, required=True)
-    group.add_argument("--min-lr", type=float, default=0.0)
-    group.add_argument(
-        "--lr-decay-style",
-        choices=("constant", "linear", "cosine", "inverse-square-root"),
-        default="linear",
-        help="default: %(default)s",
-    )
-    group.add_argument("--lr-decay-iters", type=int, metavar="N", help="default: train-iters")
-    group.add_argument("--lr-warmup-iters", type=int, default=0, metavar="N")
-    group.add_argument("--weight-decay", type=float, default=0.01, help="default: %(default)s")
-    group.add_argument(
-        "--clip-grad",
-        type=float,
-        default=1.0,
-        help="largest norm of the gradient, 0 to leave it alone; default: %(default)s",
-    )
-    group.add_argument("--adam-beta1", type=float, default=0.9, help="default: %(default)s")
-    group.add_argument("--adam-beta2", type=float, default=0.999, help="default: %(default)s")
-    group.add_argument("--adam-eps", type=float, default=1e-8, help="default: %(default)s")
-    group.add_argument("--seed", type=int, default=1234, help="default: %(default)s")
-
-
-def _add_precision(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("precision", "float32 without --bf16 or --fp16")
-    group.add_argument("--bf16", action="store_true")
-    group.add_argument("--fp16", action="store_true")
-    group.add_argument(
-        "--loss-scale", type=float, help="a constant one; by default fp16 adapts it as it goes"
-    )
-    group.add_argument("--initial-loss-scale", type=float, default=2.0**32)
-    group.add_argument("--min-loss-scale", type=float, default=1.0)
-    group.add_argument("--loss-scale-window", type=float, default=1000)
-    group.add_argument("--hysteresis", type=int, default=2)
-    group.add_argument(
-        "--no-check-for-nan-in-loss-and-grad",
-        dest="check_for_nan_in_loss_and_grad",
-        action="store_false",
-        help="train on with losses and gradients that are NaN or infinite, which otherwise end the "
-        "job; where fp16 adapts its loss scale, such an iteration is skipped instead",
-    )
-    for fusion in (
-        "gradient-accumulation",
-        "masked-softmax",
-        "bias-gelu",
-        "bias-swiglu",
-        "bias-dropout",
-    ):
-        group.add_argument(
-            f"--no-{fusion}-fusion",
-            action="store_true",
-            help="fused kernels are used where they are installed, and never with --cpu",
-        )
-
-
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("data and evaluation")
-    add_sources(group)
-    group.add_argument(
-        "--eval-interval",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="evaluate every N iterations, always on the same sequences; default: %(default)s",
-    )
-    add_evaluation(group, "batches of --global-batch-size per evaluation")
-    group.add_argument(
-        "--skip-train", action="store_true", help="evaluate once and end, without training"
-    )
-
-
-def add_evaluation(group: argparse._ArgumentGroup, about: str) -> None:
-    """Add the flag of an evaluation's batches; ``about`` says what they are for."""
-    group.add_argument(
-        "--eval-iters",
-        type=int,
-        default=0,
-        metavar="N",
-        help=f"{about}; default: %(default)s, none",
-    )
-
-
-def add_sources(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of data sets and their splits."""
-    source = group.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--mock-data", action="store_true", help="train on made-up tokens, which need no file"
-    )
-    source.add_argument(
-        "--data-path",
-        nargs="+",
-        metavar="PREFIX",
-        help="data set(s) in Megatron's format: PREFIX.bin and PREFIX.idx; several are mixed "
-        "by size, or by weight when each is written as WEIGHT PREFIX",
-    )
-    group.add_argument(
-        "--data-cache-path",
-        metavar="DIR",
-        help="where the order of the samples is kept; default: 'cache' beside the data",
-    )
-    group.add_argument(
-        "--tokenizer-type",
-        choices=("NullTokenizer",),
-        default="NullTokenizer",
-        help="data sets hold numbers of tokens already: --vocab-size describes them",
-    )
-    group.add_argument(
-        "--split",
-        default="969,30,1",
-        help="shares of the documents for training, evaluation and test; default: %(default)s",
-    )
-
-
-def _add_parallel(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("ranks")
-    add_processes(group)
-    group.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N")
-    group.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
-    group.add_argument("--sequence-parallel", action="store_true")
-    group.add_argument("--use-distributed-optimizer", action="store_true")
-    group.add_argument("--overlap-grad-reduce", action="store_true")
-
-
-def add_processes(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the ranks' device, and of torch's timeout between ranks."""
-    group.add_argument(
-        "--cpu", action="store_true", help="run on CPU ranks over gloo, to try things out and debug"
-    )
-    group.add_argument(
-        "--distributed-timeout-minutes", type=float, default=10, metavar="N", help="default: 10"
-    )
-
-
-def _add_recompute(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("activation recomputation")
-    group.add_argument("--recompute-granularity", choices=("full", "selective"))
-    group.add_argument(
-        "--recompute-method", choices=("uniform", "block"), help="with granularity full"
-    )
-    group.add_argument(
-        "--recompute-num-layers", type=int, metavar="N", help="with granularity full"
-    )
-
-
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("checkpoints")
-    add_checkpoints(
-        group,
-        "write a checkpoint at the end of the run",
-        "continue from the latest checkpoint there, which may have been written under another "
-        "schedule or number of ranks",
-    )
-    group.add_argument(
-        "--finetune",
-        action="store_true",
-        help="take the weights alone from --load and begin at the first iteration",
-    )
-
-
-def add_checkpoints(group: argparse._ArgumentGroup, save: str, load: str) -> None:
-    """Add the flags of checkpoints that are written, and of one that is read."""
-    group.add_argument("--save", metavar="DIR", help=save)
-    group.add_argument("--save-interval", type=int, metavar="N", help="and every N iterations")
-    group.add_argument("--load", metavar="DIR", help=load)
-
-
-def add_records(group: argparse._ArgumentGroup, *, interval: int) -> None:
-    """Add the flags of the log, with its default interval."""
-    group.add_argument(
-        "--log-interval",
-        type=int,
-        default=interval,
-        metavar="N",
-        help="iterations per printed line; default: %(default)s",
-    )
-    group.add_argument("--log-file", metavar="PATH", help="also write the log as lines of JSON")
-
-
-def _add_log(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("log")
-    add_records(group, interval=1)
-    group.add_argument(
-        "--measure-activation-memory",
-        action="store_true",
-        help="measure the peak of each rank's activations in the second and third iteration",
-    )
+    Raises:
+        UsageError: one is too small.
+    """
+    for name, argument in (pair for each in _GROUPS.values() for pair in each.items()):
+        value = getattr(args, name)
+        if value is None:
+            continue
+        if "above" in argument and value <= argument["above"]:
+            raise UsageError(f"{flag_of(name)} is {value}: it must be greater than 0")
+        if "least" in argument and value < argument["least"]:
+            raise UsageError(f"{flag_of(name)} is {value}: it must be 0 or greater")

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from megatron_zb.job.agreement import Rendezvous
-    from megatron_zb.job.shared_build import SharedBuild
     from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules.catalog import Build
 
@@ -90,6 +89,7 @@ def end(code: int, message: str) -> NoReturn:
 
 def _run(argv: Sequence[str], environment: Environment) -> None:
     from megatron_zb.job.agreement import store_of_job
+    from megatron_zb.job.shared_build import SharedBuild, build_with_cache
 
     failure, adapter = None, None
     values: dict[str, Any] = {}
@@ -105,7 +105,8 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     store = store_of_job(environment.world_size, environment.attempt)
     ranks = rendezvous(store, environment)
     ranks.agree("arguments", values, failure)
-    build = _build_for_all(args, store, environment)
+    first = build_with_cache(args.pipeline_schedule_cache, environment.rank)
+    build = SharedBuild(lambda: store, environment.rank, environment.world_size, first)
     try:
         with explain_missing_package():
             adapter = _adapter(args, build)
@@ -134,7 +135,7 @@ def _check_surroundings(args: argparse.Namespace) -> None:
     # that it has been made, by the first check of a number
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     if args.cpu:
-        from megatron_zb.megatron_core.cpu import run_on_cpu
+        from megatron_zb.cpu_ranks import run_on_cpu
 
         run_on_cpu()
     else:
@@ -156,18 +157,19 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
     """
     if not chooses_schedule(args):
         return None
-    from megatron_zb.measured.balance import ends_of
+    from megatron_zb.measured import balance
     from megatron_zb.measured.counted_layers import attention_of
     from megatron_zb.megatron_core.adapter import Chunks, build_adapter, copy_of
     from megatron_zb.megatron_core.current_schedule import JobSizes
     from megatron_zb.schedules.layout import Layers
 
+    layout = args.pipeline_layer_layout
     sizes = JobSizes(
         pipeline_size=args.pipeline_model_parallel_size,
         num_microbatches=args.num_microbatches,
         layers=Layers(args.num_layers),
-        layer_layout=_layer_layout(args),
-        ends=ends_of(args),
+        layer_layout=balance.of_arguments(layout, args) if asks_for_balance(layout) else layout,
+        ends=balance.ends_of(args),
         copy=copy_of(args),
         attention=attention_of(args),
         sequence=args.seq_length,
@@ -175,24 +177,6 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
         hidden=args.hidden_size,
     )
     return build_adapter(args, sizes, Chunks(args.num_virtual_stages_per_pipeline_rank), build)
-
-
-def _build_for_all(args: argparse.Namespace, store: Store, environment: Environment) -> SharedBuild:
-    """Return the function that builds schedules on one rank for all, with their cache, if any."""
-    from megatron_zb.job.shared_build import SharedBuild, build_with_cache
-
-    build = build_with_cache(args.pipeline_schedule_cache, environment.rank)
-    return SharedBuild(lambda: store, environment.rank, environment.world_size, build)
-
-
-def _layer_layout(args: argparse.Namespace) -> Any:
-    """Return the layer layout as text, or the costs of the model's ends."""
-    asked = args.pipeline_layer_layout
-    if not asks_for_balance(asked):
-        return asked
-    from megatron_zb.measured import balance
-
-    return balance.of_arguments(asked, args)
 
 
 def check_gpu() -> None:

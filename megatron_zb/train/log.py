@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Mapping
@@ -13,27 +14,21 @@ from megatron_zb.errors import UsageError
 
 
 class RunLog:
-    """A log that prints and writes on one rank; on the others every method does nothing."""
+    """The log of a run: it prints and writes on one rank, and does nothing on the others."""
 
-    def __init__(
-        self, enabled: bool, path: str | None, *, append: bool, interval: int, last_iteration: int
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, *, enabled: bool, append: bool) -> None:
         """Open the log.
 
         Args:
+            args: the arguments of the run.
             enabled: whether this rank is the one that logs.
-            path: the JSON-lines file, or None.
             append: keep what is there, as after a resume.
-            interval: iterations per printed line.
-            last_iteration: for `iteration 3/ 30`.
 
         Raises:
             UsageError: the file cannot be written.
         """
-        self._enabled = enabled
-        self._interval = interval
-        self._last_iteration = last_iteration
-        self._records = Records(path, append) if enabled and path else None
+        self._args, self._enabled = args, enabled
+        self._records = Records(args.log_file, append) if enabled and args.log_file else None
 
     def say(self, text: str) -> None:
         """Print text as it is."""
@@ -42,38 +37,37 @@ class RunLog:
 
     def iteration(self, record: dict[str, Any]) -> None:
         """Log one iteration; `record` has the keys that the printed line shows."""
-        self._write(record)
-        if record["iteration"] % self._interval == 0:
-            self.say(f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] " + self._line(record))
+        self.write(record)
+        if record["iteration"] % self._args.log_interval == 0:
+            line = line_of(record, self._args.train_iters)
+            self.say(f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] {line}")
 
     def evaluation(self, iteration: int, loss: float) -> None:
         """Log the loss on the evaluation split after an iteration."""
-        self._write({"iteration": iteration, "eval_loss": loss})
+        self.write({"iteration": iteration, "eval_loss": loss})
         self.say(f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |")
 
-    def final(self, record: dict[str, Any]) -> None:
-        """Write the record of the end of the run."""
-        self._write(record)
-
-    def _write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write a record, without printing it."""
         if self._records is not None:
             self._records.write(record)
 
-    def _line(self, record: dict[str, Any]) -> str:
-        width = max(8, len(str(self._last_iteration)))
-        parts = [
-            f"iteration {record['iteration']:{width}d}/{self._last_iteration:{width}d}",
-            f"consumed samples: {record['consumed_samples']:12d}",
-            f"elapsed time per iteration (ms): {record['seconds'] * 1000:.1f}",
-            f"learning rate: {record['learning_rate']:.6E}",
-            f"global batch size: {record['global_batch_size']:5d}",
-            f"lm loss: {record['lm_loss']:.6E}",
-            f"loss scale: {record['loss_scale']:.1f}",
-        ]
-        if record["grad_norm"] is not None:
-            parts.append(f"grad norm: {record['grad_norm']:.3f}")
-        parts.append(f"number of skipped iterations: {int(record['skipped']):3d}")
-        return " | ".join(parts) + " |"
+
+def line_of(record: Mapping[str, Any], last_iteration: int) -> str:
+    """Return the line of an iteration, in Megatron's words: ``iteration 3/ 30 | ...``."""
+    width = max(8, len(str(last_iteration)))
+    parts = [
+        f"iteration {record['iteration']:{width}d}/{last_iteration:{width}d}",
+        f"consumed samples: {record['consumed_samples']:12d}",
+        f"elapsed time per iteration (ms): {record['seconds'] * 1000:.1f}",
+        f"learning rate: {record['learning_rate']:.6E}",
+        f"global batch size: {record['global_batch_size']:5d}",
+        f"lm loss: {record['lm_loss']:.6E}",
+        f"loss scale: {record['loss_scale']:.1f}",
+        f"grad norm: {record['grad_norm']:.3f}",
+        f"number of skipped iterations: {int(record['skipped']):3d}",
+    ]
+    return " | ".join(parts) + " |"
 
 
 class Records:

@@ -20,7 +20,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import asks_for_layer_streams
 from megatron_zb.train import checkpoint, data
 from megatron_zb.train.checkpoint import Progress
-from megatron_zb.train.finite import LossCheck, said_in_a_sentence
+from megatron_zb.train.finite import check_loss, said_in_a_sentence
 from megatron_zb.train.log import RunLog
 from megatron_zb.train.model import Trainee, build
 from megatron_zb.train.ranks import is_log_rank
@@ -54,17 +54,11 @@ def train(
     train_data, valid_data = data.build_datasets(args)
     if args.load:
         progress = checkpoint.load(args, trainee)
-    log = RunLog(
-        is_log_rank(),
-        args.log_file,
-        append=progress.iteration > 0,
-        interval=args.log_interval,
-        last_iteration=args.train_iters,
-    )
+    log = RunLog(args, enabled=is_log_rank(), append=progress.iteration > 0)
     _announce(args, adapter, trainee, progress, log)
     if args.skip_train:
-        done = progress.iteration
-        log.evaluation(done, _evaluate(args, trainee, valid_data, done))
+        loss = _evaluate(args, trainee, valid_data, progress.iteration)
+        log.evaluation(progress.iteration, loss)
         return
     if adapter is not None:
         from megatron_zb.megatron_core.profiled_steps import iterations_left
@@ -74,11 +68,8 @@ def train(
         )
     sources = _sources(args, trainee, train_data, progress.consumed_samples)
     memory = _ActivationPeak(args, adapter, trainee)
-    seconds = []
-    saved = progress.iteration
-    for count in itertools.count(1):
-        if progress.iteration >= args.train_iters:
-            break
+    seconds, saved = [], progress.iteration
+    for count in range(1, args.train_iters - progress.iteration + 1):
         start = time.perf_counter()
         with memory.watching(count):
             losses = _forward_backward(args, trainee, sources, progress.iteration + 1)
@@ -89,19 +80,18 @@ def train(
         if count > 1 and not memory.watches(count):
             seconds.append(record["seconds"])
         progress = Progress(record["iteration"], record["consumed_samples"])
+        done = progress.iteration
         log.iteration(record)
-        if valid_data is not None and progress.iteration % args.eval_interval == 0:
-            log.evaluation(
-                progress.iteration, _evaluate(args, trainee, valid_data, progress.iteration)
-            )
-        if args.save_interval and progress.iteration % args.save_interval == 0:
+        if valid_data is not None and done % args.eval_interval == 0:
+            log.evaluation(done, _evaluate(args, trainee, valid_data, done))
+        if args.save_interval and done % args.save_interval == 0:
             checkpoint.save(args, trainee, progress)
-            saved = progress.iteration
-        if args.exit_interval and progress.iteration % args.exit_interval == 0:
+            saved = done
+        if args.exit_interval and done % args.exit_interval == 0:
             break
     if args.save and saved != progress.iteration:
         checkpoint.save(args, trainee, progress)
-    log.final(
+    log.write(
         {
             "pipeline_schedule": args.pipeline_schedule,
             "seconds_per_iteration": statistics.median(seconds) if seconds else None,
@@ -118,14 +108,9 @@ def _announce(
     progress: Progress,
     log: RunLog,
 ) -> None:
+    own = [p for c in trainee.chunks for p in c.parameters() if not getattr(p, "shared", False)]
     parameters = torch.tensor(
-        sum(
-            parameter.numel()
-            for chunk in trainee.chunks
-            for parameter in chunk.parameters()
-            if not getattr(parameter, "shared", False)
-        ),
-        device="cpu" if args.cpu else "cuda",
+        sum(parameter.numel() for parameter in own), device="cpu" if args.cpu else "cuda"
     )
     dist.all_reduce(parameters, group=parallel_state.get_model_parallel_group())
     if adapter is not None:
@@ -169,10 +154,9 @@ def _forward_backward(
             chunk.zero_grad_buffer()
         trainee.optimizer.zero_grad()
     single = len(trainee.chunks) == 1
-    check = LossCheck() if args.check_for_nan_in_loss_and_grad else None
     with said_in_a_sentence(iteration):
-        losses = trainee.forward_backward(
-            forward_step_func=partial(_forward_step, check),
+        return trainee.forward_backward(
+            forward_step_func=partial(_forward_step, args.check_for_nan_in_loss_and_grad),
             data_iterator=sources[0] if single else sources,
             model=trainee.chunks[0] if single else trainee.chunks,
             num_microbatches=args.num_microbatches,
@@ -180,22 +164,19 @@ def _forward_backward(
             micro_batch_size=args.micro_batch_size,
             forward_only=forward_only,
         )
-        if check is not None:
-            check.finish()
-    return losses
 
 
 def _forward_step(
-    check: LossCheck | None, source: Iterator[data.Batch | None], model: Any
+    checks: bool, source: Iterator[data.Batch | None], model: Any
 ) -> tuple[torch.Tensor, Any]:
     """Run one microbatch through one chunk; return its output, and the function for its loss."""
     batch = next(source) or {}
     output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
-    return output, partial(_loss, batch.get("loss_mask"), check)
+    return output, partial(_loss, batch.get("loss_mask"), checks)
 
 
 def _loss(
-    mask: torch.Tensor | None, check: LossCheck | None, losses: torch.Tensor
+    mask: torch.Tensor | None, checks: bool, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of the loss over unmasked tokens, their number, and both for the report.
 
@@ -205,8 +186,8 @@ def _loss(
     counts = mask.reshape(-1).float()
     total = (losses.reshape(-1).float() * counts).sum()
     tokens = counts.sum()
-    if check is not None:
-        check.add(total)
+    if checks:
+        check_loss(total)
     report = torch.stack([total.detach().clone(), tokens])
     return total, tokens.to(torch.int), {"lm loss": report}
 
@@ -228,7 +209,6 @@ def _update(
 ) -> dict[str, Any]:
     """Step optimizer and learning rate; return the log record, with the loss on the last rank."""
     rate = trainee.optimizer.param_groups[0]["lr"] if trainee.optimizer.param_groups else None
-    scale = float(trainee.optimizer.get_loss_scale())
     updated, norm, _ = trainee.optimizer.step()
     if not args.clip_grad:  # Megatron computes the norm only to clip by it
         norm = trainee.optimizer.get_grad_norm()
@@ -240,8 +220,8 @@ def _update(
         "learning_rate": rate,
         "global_batch_size": args.global_batch_size,
         "lm_loss": _mean_loss(losses),
-        "grad_norm": None if norm is None else float(norm),
-        "loss_scale": scale,
+        "grad_norm": float(norm),
+        "loss_scale": float(trainee.optimizer.get_loss_scale()),
         "skipped": not updated,
     }
 

@@ -16,10 +16,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
     get_gpt_heterogeneous_layer_spec,
 )
@@ -75,9 +72,6 @@ def build(
     config.finalize_model_grads_func = (
         adapter.finalize_model_grads if adapter else finalize_model_grads
     )
-    if args.overlap_grad_reduce:
-        config.no_sync_func = _one_or_list([chunk.no_sync for chunk in chunks])
-        config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in chunks])
     return Trainee(
         config=config,
         chunks=chunks,
@@ -96,16 +90,9 @@ def _prepared(adapter: PipelineAdapter, models: list[GPTModel]) -> UsageError | 
     return None
 
 
-def _one_or_list(functions: list[Any]) -> Any:
-    """Return functions as Megatron takes them: one for one chunk, a list for several."""
-    return functions[0] if len(functions) == 1 else functions
-
-
 def parameter_dtype(args: argparse.Namespace) -> torch.dtype:
     """Return the type of weights and activations."""
-    if args.bf16:
-        return torch.bfloat16
-    return torch.float16 if args.fp16 else torch.float32
+    return torch.bfloat16 if args.bf16 else torch.float32
 
 
 def transformer_config(
@@ -117,65 +104,52 @@ def transformer_config(
     """Return Megatron's configuration of the model; attributes not named here keep its defaults.
 
     Args:
-        args: the arguments.
+        args: the arguments. Those of a distillation may also have ``sequence_parallel`` and
+            ``no_gradient_accumulation_fusion``.
         adapter: the schedule's adapter, or None for Megatron's.
         kind: the class of the configuration.
         fields: attributes of this class that the arguments do not give.
     """
-    apex_softmax = find_spec("scaled_upper_triang_masked_softmax_cuda") is not None
-    apex_gradients = find_spec("fused_weight_gradient_mlp_cuda") is not None
     fused = not args.cpu
-    activation_fusion = not (
-        args.no_bias_swiglu_fusion if args.swiglu else args.no_bias_gelu_fusion
-    )
-    more = {"qk_layernorm": args.qk_layernorm} | dict(fields or {})
+    more = {name: getattr(args, name) for name in _SAME_NAMES} | dict(fields or {})
     if args.heterogeneous_layers_config_path is not None:
         kind = HeterogeneousTransformerConfig
         more["heterogeneous_layers_config_path"] = args.heterogeneous_layers_config_path
     return kind(
         **more,
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        kv_channels=args.kv_channels,
-        add_qkv_bias=args.add_qkv_bias,
-        ffn_hidden_size=args.ffn_hidden_size,
-        hidden_dropout=args.hidden_dropout,
-        attention_dropout=args.attention_dropout,
-        normalization=args.normalization,
         layernorm_epsilon=args.norm_epsilon,
         add_bias_linear=not args.disable_bias_linear,
         gated_linear_unit=args.swiglu,
         activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
-        init_method_std=args.init_method_std,
-        transformer_impl=args.transformer_impl,
-        calculate_per_token_loss=args.calculate_per_token_loss,
-        recompute_granularity=args.recompute_granularity,
-        recompute_method=args.recompute_method,
-        recompute_num_layers=args.recompute_num_layers,
-        fp16=args.fp16,
-        bf16=args.bf16,
+        transformer_impl="local",
         params_dtype=parameter_dtype(args),
         pipeline_dtype=parameter_dtype(args),
         use_cpu_initialization=args.cpu,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        sequence_parallel=getattr(args, "sequence_parallel", False),
         virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
         pipeline_model_parallel_layout=(
             adapter.layer_layout if adapter else args.pipeline_layer_layout
         ),
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=(
-            fused and apex_gradients and not args.no_gradient_accumulation_fusion
+            fused
+            and find_spec("fused_weight_gradient_mlp_cuda") is not None
+            and not getattr(args, "no_gradient_accumulation_fusion", False)
         ),
-        masked_softmax_fusion=fused and apex_softmax and not args.no_masked_softmax_fusion,
-        bias_dropout_fusion=fused and not args.no_bias_dropout_fusion,
-        bias_activation_fusion=(
-            fused and activation_fusion and (args.swiglu or not args.disable_bias_linear)
+        masked_softmax_fusion=(
+            fused and find_spec("scaled_upper_triang_masked_softmax_cuda") is not None
         ),
+        bias_dropout_fusion=fused,
+        bias_activation_fusion=fused and (args.swiglu or not args.disable_bias_linear),
     )
+
+
+# Arguments that the configuration calls by the same names.
+_SAME_NAMES = """
+num_layers hidden_size num_attention_heads num_query_groups kv_channels add_qkv_bias qk_layernorm
+ffn_hidden_size hidden_dropout attention_dropout normalization init_method_std bf16
+tensor_model_parallel_size pipeline_model_parallel_size
+""".split()
 
 
 def _places(adapter: PipelineAdapter | None) -> list[tuple[bool, bool, int | None]]:
@@ -206,12 +180,9 @@ def _model(
     post_process: bool,
     vp_stage: int | None,
 ) -> GPTModel:
-    of_engine = args.transformer_impl == "transformer_engine"
     spec: Any
     if args.heterogeneous_layers_config_path is not None:
-        spec = get_gpt_heterogeneous_layer_spec(config, use_te=of_engine, vp_stage=vp_stage)
-    elif of_engine:
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+        spec = get_gpt_heterogeneous_layer_spec(config, use_te=False, vp_stage=vp_stage)
     else:
         spec = get_gpt_layer_local_spec(
             qk_layernorm=args.qk_layernorm, normalization=args.normalization
@@ -245,24 +216,16 @@ def _wrap(
 ) -> list[DistributedDataParallel]:
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        use_distributed_optimizer=args.use_distributed_optimizer,
         check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
-        # one bucket per chunk where nothing overlaps; Megatron's size for small jobs otherwise
-        bucket_size=40_000_000 if args.overlap_grad_reduce else None,
     )
     chunks = []
-    for index, model in enumerate(models):
+    for model in models:
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if not args.cpu:
             model.cuda(torch.cuda.current_device())
-        module = Float16Module(config, model) if args.bf16 or args.fp16 else model
-        chunks.append(
-            DistributedDataParallel(
-                config=config, ddp_config=ddp_config, module=module, disable_bucketing=index > 0
-            )
-        )
+        module = Float16Module(config, model) if args.bf16 else model
+        chunks.append(DistributedDataParallel(config, ddp_config, module))
     return chunks
 
 
@@ -272,18 +235,11 @@ def _optimizer(args: argparse.Namespace, chunks: list[DistributedDataParallel]) 
         lr=args.lr,
         min_lr=args.min_lr,
         weight_decay=args.weight_decay,
-        fp16=args.fp16,
         bf16=args.bf16,
         params_dtype=parameter_dtype(args),
-        loss_scale=args.loss_scale,
-        initial_loss_scale=args.initial_loss_scale,
-        min_loss_scale=args.min_loss_scale,
-        loss_scale_window=args.loss_scale_window,
-        hysteresis=args.hysteresis,
         adam_beta1=args.adam_beta1,
         adam_beta2=args.adam_beta2,
         adam_eps=args.adam_eps,
-        use_distributed_optimizer=args.use_distributed_optimizer,
         clip_grad=args.clip_grad,
     )
     return get_megatron_optimizer(

@@ -21,12 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_zb import files, schedules
-from megatron_zb.cli.ending import ended
 from megatron_zb.drawing.pictures import save_picture
 from megatron_zb.errors import UsageError
-from megatron_zb.parsing import Parser
-from megatron_zb.train.prepare_text import prepare_library
-from megatron_zb.train.quickstart_arguments import add_arguments
+from megatron_zb.train.corpus import MOST_BYTES, library_files, write_corpus
 from megatron_zb.train.watched_run import NewRecords, Record, RunFailed, run
 
 UPSTREAM = "upstream"
@@ -93,11 +90,6 @@ class SleepingStep:
         return 1 - busy / self.measured_seconds
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run everything; return 0 if all results are as required, 1 if not, 2 after a UsageError."""
-    return ended("quickstart", lambda: run_quickstart(_parser().parse_args(argv)))
-
-
 def run_quickstart(arguments: argparse.Namespace) -> int:
     """Run everything; return 0 if all results are as required, 1 if not.
 
@@ -112,12 +104,6 @@ def run_quickstart(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="python -m megatron_zb.train.quickstart", description=__doc__)
-    add_arguments(parser)
-    return parser
-
-
 def _quickstart(arguments: argparse.Namespace, console: Console) -> None:
     data_path = arguments.data_path
     if data_path is not None and not Path(f"{data_path}.idx").is_file():
@@ -130,12 +116,14 @@ def _quickstart(arguments: argparse.Namespace, console: Console) -> None:
     except OSError as error:
         raise UsageError(f"--output {arguments.output} cannot be made: {error.strerror}") from error
     for name in (UPSTREAM, *SCHEDULES):
-        _draw(name, arguments.output / f"{name}.png")
+        save_picture(_timeline(name), arguments.output / f"{name}.png")
     if data_path is None:
-        arguments.data_path = _text(arguments.output / "text", console)
-    results = {}
-    for name in (UPSTREAM, *SCHEDULES):
-        results[name] = _train(name, arguments, console)
+        prefix = arguments.output / "text"
+        arguments.data_path = str(prefix)
+        if not Path(f"{prefix}.idx").is_file():  # an earlier run may have written it
+            written = write_corpus(prefix, library_files(), MOST_BYTES)
+            console.print(written, highlight=False, soft_wrap=True)
+    results = {name: _train(name, arguments, console) for name in (UPSTREAM, *SCHEDULES)}
     console.print(table(results))
     console.print(why_times_tell_little(_cores()), highlight=False)
     steps = _sleep(arguments.output, console)
@@ -143,17 +131,6 @@ def _quickstart(arguments: argparse.Namespace, console: Console) -> None:
     _write_summary(results, steps, arguments.output / "summary.json")
     console.print(f"pictures, logs and summary.json are in {arguments.output}", highlight=False)
     check(results)
-
-
-def _text(prefix: Path, console: Console) -> str:
-    """Return the prefix of the standard library as a data set, which an earlier run may have."""
-    if not Path(f"{prefix}.idx").is_file():
-        console.print(prepare_library(prefix), highlight=False, soft_wrap=True)
-    return str(prefix)
-
-
-def _draw(name: str, path: Path) -> None:
-    save_picture(_timeline(name), path)
 
 
 def _timeline(name: str) -> schedules.Timeline:
@@ -300,34 +277,35 @@ def peak_of_upstream(result: Result, upstream: Result) -> float:
 
 
 def table(results: Mapping[str, Result]) -> Table:
-    """Build the table of results, for 80 columns."""
+    """Build the table of results."""
     upstream = results[UPSTREAM]
-    columns = Table(
-        title=f"{PIPELINE_SIZE} pipeline ranks, {NUM_MICROBATCHES} microbatches",
-        caption="peak: activation memory of the worst rank, ratio to upstream; bubble: predicted",
+    return _table(
+        f"{PIPELINE_SIZE} pipeline ranks, {NUM_MICROBATCHES} microbatches",
+        "peak: activation memory of the worst rank, ratio to upstream; bubble: predicted",
+        "final\nloss,equal\nlosses,equal\nnorms,peak\nMiB,peak\nratio,bubble,s per\niter.",
+        {
+            name: (
+                f"{result.losses[-1]:.6f}",
+                "yes" if first_difference(result, upstream) is None else "NO",
+                "yes" if first_other_norm(result, upstream) is None else "NO",
+                f"{max(result.peak_activation_bytes) / 2**20:.1f}",
+                f"{peak_of_upstream(result, upstream):.2f}",
+                f"{result.predicted_bubble_rate:.1%}",
+                f"{result.seconds_per_iteration:.3f}",
+            )
+            for name, result in results.items()
+        },
     )
+
+
+def _table(title: str, caption: str, headings: str, rows: Mapping[str, Sequence[str]]) -> Table:
+    """Build a table for 80 columns with a row for each schedule."""
+    columns = Table(title=title, caption=caption)
     columns.add_column("schedule")
-    for heading in (
-        "final\nloss",
-        "equal\nlosses",
-        "equal\nnorms",
-        "peak\nMiB",
-        "peak\nratio",
-        "bubble",
-        "s per\niter.",
-    ):
+    for heading in headings.split(","):
         columns.add_column(heading, justify="right", no_wrap=True)
-    for name, result in results.items():
-        columns.add_row(
-            name,
-            f"{result.losses[-1]:.6f}",
-            "yes" if first_difference(result, upstream) is None else "NO",
-            "yes" if first_other_norm(result, upstream) is None else "NO",
-            f"{max(result.peak_activation_bytes) / 2**20:.1f}",
-            f"{peak_of_upstream(result, upstream):.2f}",
-            f"{result.predicted_bubble_rate:.1%}",
-            f"{result.seconds_per_iteration:.3f}",
-        )
+    for name, cells in rows.items():
+        columns.add_row(name, *cells)
     return columns
 
 
@@ -372,12 +350,13 @@ def _sleep(output: Path, console: Console) -> dict[str, SleepingStep]:
     records.unlink(missing_ok=True)
     command = sleeping_command(records, ["1f1b", *SCHEDULES])
     with console.status("timing steps whose stages sleep, about 20 s"):
-        run(command, printed=output / "sleeping_steps.log", records=records, show=_ignore)
+        run(
+            command,
+            printed=output / "sleeping_steps.log",
+            records=records,
+            show=lambda record: None,
+        )
     return read_steps(NewRecords(records)())
-
-
-def _ignore(record: Record) -> None:
-    """Ignore a record, since there is nothing to show before the last one."""
 
 
 def read_steps(records: Sequence[Record]) -> dict[str, SleepingStep]:
@@ -390,31 +369,23 @@ def read_steps(records: Sequence[Record]) -> dict[str, SleepingStep]:
 
 
 def table_of_steps(steps: Mapping[str, SleepingStep]) -> Table:
-    """Build the table of steps whose stages sleep, measured and predicted, for 80 columns."""
+    """Build the table of steps whose stages sleep, measured and predicted."""
     upstream = steps["1f1b"]
-    columns = Table(
-        title="the same programs, with stages that sleep",
-        caption="step: milliseconds, the median measured; 1f1b is Megatron's own schedule",
+    return _table(
+        "the same programs, with stages that sleep",
+        "step: milliseconds, the median measured; 1f1b is Megatron's own schedule",
+        "step\npredicted,step\nmeasured,measured /\n1f1b,bubble\npredicted,bubble\nmeasured",
+        {
+            name: (
+                f"{1000 * step.predicted_seconds:.0f}",
+                f"{1000 * step.measured_seconds:.0f}",
+                f"{step.measured_seconds / upstream.measured_seconds:.2f}",
+                f"{step.predicted_bubble_rate:.1%}",
+                f"{step.measured_bubble_rate:.1%}",
+            )
+            for name, step in steps.items()
+        },
     )
-    columns.add_column("schedule")
-    for heading in (
-        "step\npredicted",
-        "step\nmeasured",
-        "measured /\n1f1b",
-        "bubble\npredicted",
-        "bubble\nmeasured",
-    ):
-        columns.add_column(heading, justify="right", no_wrap=True)
-    for name, step in steps.items():
-        columns.add_row(
-            name,
-            f"{1000 * step.predicted_seconds:.0f}",
-            f"{1000 * step.measured_seconds:.0f}",
-            f"{step.measured_seconds / upstream.measured_seconds:.2f}",
-            f"{step.predicted_bubble_rate:.1%}",
-            f"{step.measured_bubble_rate:.1%}",
-        )
-    return columns
 
 
 def _write_summary(
@@ -427,7 +398,3 @@ def _write_summary(
         "sleeping_steps": {name: asdict(step) for name, step in steps.items()},
     }
     files.write_text(path, json.dumps(summary, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,7 +22,6 @@ from megatron_zb import schedules
 from megatron_zb.children import end_with_launcher
 from megatron_zb.cli.ending import ended
 from megatron_zb.parsing import Parser, positive, seconds
-from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.train.log import Records
 from megatron_zb.train.synthetic_steps import SyntheticSteps, join
 
@@ -44,7 +43,7 @@ def _run(argv: Sequence[str] | None) -> None:
     records = Records(str(args.log_file), append=True)
     for name in args.schedules:
         sizes = {"pipeline_size": ranks, "num_microbatches": args.num_microbatches}
-        schedule = schedules.build(name, **sizes, costs=costs, slices=args.slices)
+        schedule = schedules.build(name, **sizes, costs=costs)
         record = _timed(name, rank, schedule, args.repetitions, costs)
         if rank == 0:
             records.write(record)
@@ -78,13 +77,6 @@ def _parser() -> Parser:
         required=True,
         metavar=("F", "B", "W"),
         help="of one microbatch on one rank",
-    )
-    parser.add_argument(
-        "--slices",
-        type=Slicing.parse,
-        default=1,
-        metavar="N",
-        help="token slices of a microbatch: a number, or their lengths, such as 2,1,1",
     )
     parser.add_argument("--repetitions", type=positive, default=3, metavar="N")
     parser.add_argument(

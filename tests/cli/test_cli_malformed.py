@@ -28,7 +28,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.measured.trace import trace_path, write_trace
 from megatron_zb.train import arguments as training
-from megatron_zb.train import quickstart, sleeping_steps
+from megatron_zb.train import sleeping_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_SECONDS = 3.0  # of the processor, until the sentence stands there
@@ -415,6 +415,12 @@ _CHECKED = (
     "--transformer-impl local --pipeline-model-parallel-size 2 "
 )
 # More arguments of a training that is checked, after those above.
+QUICKSTART = """
+quickstart --data-path nowhere | make it with scripts/prepare_text.py --output-prefix nowhere
+quickstart --data-path x --train-iters 0 | '0' is not a whole number of 1 or more
+quickstart --data-path x --train-iters x | 'x' is not a whole number of 1 or more
+quickstart --data-path x --trainiters 2 | did you mean --train-iters?
+"""
 CHECK = """
  | no schedule is chosen: add --pipeline-schedule, such as v-half
 --pipeline-schedule v-halv | did you mean v-half
@@ -502,7 +508,11 @@ FOLDERS = (
     ("verify --directory {} -- x --pipeline-schedule v-half", "cannot be used: File exists"),
 )
 COMMANDS = [
-    *(row for table in (SHOW, EXPORT, PLAN, OTHERS, CHECK_ITSELF, VERIFY) for row in rows(table)),
+    *(
+        row
+        for table in (SHOW, EXPORT, PLAN, OTHERS, QUICKSTART, CHECK_ITSELF, VERIFY)
+        for row in rows(table)
+    ),
     *((f"check -- {_CHECKED}{words}", piece) for words, piece in rows(CHECK)),
     *((words.format(name), why) for words, why in FOLDERS for name in (*ODD_FILES, "binary.yaml")),
     *((f"show --csv {name}", piece) for name, (_, piece) in TABLES.items()),
@@ -596,16 +606,16 @@ TRAINING = """
 --pipeline-model-parallel-size 3 | start torchrun with --nproc-per-node 3
 --pipelin-schedule v-half | did you mean --pipeline-schedule?
 --split 0,1 | such as 90,10,0
---bf16 --fp16 | give one of them
---loss-scale 2 | add --fp16 or leave it out
---sequence-parallel | needs --tensor-model-parallel-size of 2 or more
+--fp16 | unknown argument '--fp16': did you mean --bf16?
+--sequence-parallel | unknown argument '--sequence-parallel'
+--overlap-grad-reduce | unknown argument '--overlap-grad-reduce'
+--tokenizer-type NullTokenizer | unknown argument '--tokenizer-type'
 --save-interval 2 | --save-interval needs --save
 --finetune | --finetune needs --load
 --min-lr 1 | --min-lr 1.0 is above --lr 0.01: it must not be
---recompute-granularity full | needs --recompute-method and --recompute-num-layers
---recompute-granularity most | give one of
+--recompute-granularity full | unknown argument '--recompute-granularity'
 --lr-decay-style bent | give one of
---transformer-impl transformer_engine | leave out --cpu
+--transformer-impl local | unknown argument '--transformer-impl'
 --cpu=yes | --cpu takes no value
 --data-path /dev/zero | there is no file /dev/zero.bin
 --data-path binary.yaml | there is no file binary.yaml.bin
@@ -654,15 +664,10 @@ sparse.yaml | 'sparse.yaml' cannot be read as Python: [Errno 27] it is larger th
 old/pretrain_gpt.py | has version 0.12.0, which is older than all that are known here
 """
 MODULES = """
-quickstart --data-path nowhere | make it with scripts/prepare_text.py --output-prefix nowhere
-quickstart --data-path x --train-iters 0 | '0' is not a whole number of 1 or more
-quickstart --data-path x --train-iters x | 'x' is not a whole number of 1 or more
-quickstart --data-path x --trainiters 2 | did you mean --train-iters?
 sleeping_steps --schedules v-halv | did you mean v-half
 sleeping_steps --schedules 1f1b | --num-microbatches is missing: give --num-microbatches M
 """
 PROGRAMS: dict[str, Callable[[list[str]], int]] = {
-    "quickstart": quickstart.main,
     "sleeping_steps": sleeping_steps.main,
 }
 
@@ -797,10 +802,10 @@ SAMPLE = [
         "show --csv /dev/zero",
         "show --csv sparse.yaml",
         "trace none.yaml",
+        "quickstart --data-path nowhere",
     )
 ] + [
     ["megatron_zb.launch", "nowhere.py"],
-    ["megatron_zb.train.quickstart", "--data-path", "nowhere"],
 ]
 
 

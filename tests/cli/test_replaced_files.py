@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import signal
@@ -59,7 +60,7 @@ def fails(write: Callable[[Path], Any]) -> Callable[[Path], None]:
 
 
 def write_log(path: Path) -> None:
-    log = RunLog(True, str(path), append=False, interval=1, last_iteration=1)
+    log = RunLog(argparse.Namespace(log_file=str(path)), enabled=True, append=False)
     log.evaluation(1, 0.5)
 
 

@@ -252,19 +252,6 @@ def test_a_slow_rank_is_waited_for(
 
 
 @pytest.mark.all_faults
-def test_infinite_gradients_make_a_loss_scale_shrink(corpus: str, tmp_path: Path) -> None:
-    """They are no fault there: the iteration is skipped, as in Megatron."""
-    log = tmp_path / "log.jsonl"
-    save = ("--data-path", corpus, "--save", str(tmp_path / "checkpoints"))
-    ended = run(UNDISTURBED, log, *save, "--fp16")
-    assert ended.code == 0, ended.output
-    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    skipped = [record["skipped"] for record in records if "skipped" in record]
-    assert len(skipped) == ITERATIONS
-    assert all(skipped)  # the scale begins far too large
-
-
-@pytest.mark.all_faults
 def test_a_stopped_rank_of_another_pipeline_is_named(corpus: str, tmp_path: Path) -> None:
     """Two pipelines of two ranks: those of one wait for the other with the gradients."""
     fault = Fault("SIGSTOP", "optimizer step", 3, "rank 3 holds up all others: it does not answer")

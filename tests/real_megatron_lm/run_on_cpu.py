@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_zb.megatron_core.cpu import run_on_cpu
+from megatron_zb.cpu_ranks import run_on_cpu
 
 if __name__ == "__main__":
     script = Path(sys.argv[1]).resolve()

@@ -18,7 +18,7 @@ DIFFER = Path(__file__).with_name("run_and_differ.py")
 EVERY = """
 import argparse, sys
 sys.path.insert(0, sys.argv[1])
-from megatron_zb.megatron_core.cpu import run_on_cpu
+from megatron_zb.cpu_ranks import run_on_cpu
 run_on_cpu(training_loop=True)
 from megatron_zb.megatron_lm import fingerprint
 from megatron_zb.megatron_lm.hooks import install

@@ -54,7 +54,6 @@ PLACES = {
     "runtime/link_times.py:_seconds_to_sum": BETWEEN_STEPS,
     "runtime/channels.py:ShapedChannels.post_receive": ORDERED + "; a tensor of the host",
     "runtime/watchdog.py:Watchdog._goes_on": HOST,
-    "megatron_core/cpu.py:redirect_experts.to_cpu": "there is no GPU",
     "megatron_core/experts.py:share": BETWEEN_STEPS,
     "megatron_core/connections.py:WatchPart.forget_marks": BETWEEN_STEPS,
     "megatron_core/forward_state.py:_StateBefore.changed": "for its stream, in the first forwards",

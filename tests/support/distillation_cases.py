@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.distributed_c10d import _world
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatron_zb.cpu_ranks import redirect_experts
 from megatron_zb.distill.blocks import FusedAttention, ShardedNorm, student_layer, teacher_layer
 from megatron_zb.distill.flags import complete, parse
 from megatron_zb.distill.initialisation import inherit
 from megatron_zb.distill.loop import Job, distribution_of, open_job
 from megatron_zb.distill.student import BlockShape, StudentConfig, library
 from megatron_zb.distill.teacher import read_teacher
-from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb.megatron_core.random_streams import initialise_by_global_name
 from megatron_zb.parsing import flag_of
 from megatron_zb.train import data
@@ -140,7 +140,8 @@ def _defaults() -> argparse.Namespace:
     from megatron_zb.train import flags
 
     values = flags.parser().defaults()
-    return argparse.Namespace(**(values | {"cpu": True, "num_query_groups": 4}))
+    own = {"cpu": True, "num_query_groups": 4, "sequence_parallel": False}
+    return argparse.Namespace(**(values | own))
 
 
 def whole_model(args: argparse.Namespace, ffn_hidden_size: int | None = None) -> GPTModel:

@@ -43,9 +43,9 @@ from megatron.core.utils import unwrap_model
 from user_changes import change
 
 from megatron_zb import schedules
+from megatron_zb.cpu_ranks import redirect_experts, redirect_predictions
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_core.cpu import redirect_experts, redirect_predictions
 from megatron_zb.megatron_core.random_streams import global_parameters, initialise_by_global_name
 from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_lm.models import naming_chunk

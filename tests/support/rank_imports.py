@@ -14,7 +14,7 @@ os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 import torch
 
-from megatron_zb.megatron_core.cpu import run_on_cpu
+from megatron_zb.cpu_ranks import run_on_cpu
 
 torch.set_num_threads(1)
 run_on_cpu()

@@ -12,7 +12,7 @@ os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 import te_stand_in
 
-from megatron_zb.megatron_core.cpu import run_on_cpu
+from megatron_zb.cpu_ranks import run_on_cpu
 
 te_stand_in.install()
 with warnings.catch_warnings():

@@ -13,7 +13,7 @@ os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 import te_names
 
-from megatron_zb.megatron_core.cpu import run_on_cpu
+from megatron_zb.cpu_ranks import run_on_cpu
 
 run_on_cpu(training_loop=True)  # trainers ask as much of a GPU
 te_names.install()

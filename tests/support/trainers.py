@@ -38,7 +38,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, model_parallel_c
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from megatron_zb.megatron_core.cpu import redirect_experts
+from megatron_zb.cpu_ranks import redirect_experts
 from megatron_zb.megatron_core.random_streams import global_parameters, initialise_by_global_name
 
 LENGTH, VOCABULARY, BATCH = 16, 64, 2

@@ -31,7 +31,7 @@ from megatron_zb.train.launch import launch
 
 def ours(thing):
     home = getattr(thing, "__module__", None) or ""
-    return home.startswith("megatron_zb") and home != "megatron_zb.megatron_core.cpu"
+    return home.startswith("megatron_zb") and not home.startswith("megatron_zb.cpu_ranks")
 
 def names_from_this_package():
     for module_name, module in list(sys.modules.items()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_zb.train.log import RunLog
+from megatron_zb.train.log import line_of
 
 RECORD = {
     "iteration": 7,
@@ -24,9 +24,7 @@ RECORD = {
     [(100, "iteration        7/     100 |"), (10**9, "iteration          7/1000000000 |")],
 )
 def test_a_line_has_megatrons_columns(last: int, beginning: str) -> None:
-    log = RunLog.__new__(RunLog)
-    log._last_iteration = last
-    line = log._line(RECORD)
+    line = line_of(RECORD, last)
     assert line.startswith(f"{beginning} consumed samples:           56 | ")
     assert line.endswith(
         "elapsed time per iteration (ms): 250.0 | learning rate: 1.000000E-03 | "

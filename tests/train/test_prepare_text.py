@@ -85,7 +85,7 @@ def test_max_bytes_is_kept_to_the_byte(prepare: Prepare, tmp_path: Path) -> None
     [
         (["missing"], "missing is neither a file nor a directory: check the path"),
         (["folder"], "no files named *.txt or *.md or *.rst or *.py were found in folder"),
-        (["folder", "--pattern", "*.c"], "no files named *.c were found in folder"),
+        (["folder", "--pattern", "*.c"], "unknown argument '--pattern'"),
         (["empty.txt"], "the corpus is empty: give files with text in them"),
         (["text.txt", "--max-bytes", "0"], "--max-bytes 0 leaves nothing"),
         (["text.txt", "--output-prefix", "out.bin"], "ends in a suffix that is added by itself"),

@@ -162,7 +162,7 @@ def test_losses_are_upstreams_while_memory_is_measured(whole: Whole) -> None:
 
 @pytest.mark.slow
 def test_mock_data_needs_no_file(tmp_path: Path) -> None:
-    data = {"--mock-data": True, "--tokenizer-type": "NullTokenizer", "--vocab-size": 64}
+    data = {"--mock-data": True, "--vocab-size": 64}
     flags = {**data, "--split": None, "--train-iters": 3}
     own, ours = (trained(tmp_path, {**flags, "--pipeline-schedule": s}) for s in (None, "v-half"))
     assert list(own.by_iteration("lm_loss")) == [1, 2, 3]
@@ -181,25 +181,6 @@ def test_mock_data_needs_no_file(tmp_path: Path) -> None:
     assert max(dropped.peaks) < max(sliced.peaks)
     for key in ("lm_loss", "eval_loss"):
         assert dropped.by_iteration(key) == sliced.by_iteration(key)
-
-
-@pytest.mark.parametrize("distributed", [None, True])
-def test_a_run_whose_steps_fp16_has_all_skipped_continues(
-    distributed: bool | None, corpus: str, tmp_path: Path
-) -> None:
-    """Adam has no states then, which a checkpoint without them could not give back."""
-    overflow = {"--initial-loss-scale": 2**20, "--loss-scale-window": 1, "--hysteresis": 1}
-    flags = {**overflow, "--fp16": True, "--data-path": corpus, "--pipeline-schedule": "zb-h1"}
-    flags["--use-distributed-optimizer"] = distributed
-    whole = trained(tmp_path, flags)
-    saved = tmp_path / "saved"
-    saving = {"--save": saved, "--save-interval": 1, "--exit-interval": 1}
-    first = trained(tmp_path, {**flags, **saving})
-    assert first.by_iteration("skipped") == {1: 1}
-    continued = trained(tmp_path, {**flags, "--load": saved})
-    assert continued.by_iteration("lm_loss") == whole.by_iteration("lm_loss", after=1)
-    assert continued.by_iteration("skipped") == whole.by_iteration("skipped", after=1)
-    assert 0 in whole.by_iteration("skipped").values()
 
 
 @pytest.mark.slow
@@ -317,8 +298,6 @@ def test_without_the_flag_megatron_is_as_it_was(corpus: str, tmp_path: Path) -> 
             for name in found["imported"]
             if re.match(r"megatron_zb\.(runtime|megatron_core)\.", name)
         ] == [
-            "megatron_zb.megatron_core.checkpoints",
-            "megatron_zb.megatron_core.cpu",
             "megatron_zb.megatron_core.random_streams",
             "megatron_zb.megatron_core.versions",
         ]
@@ -478,8 +457,8 @@ def test_a_rank_that_holds_up_all_others_is_named(
         ({"--ffn-hidden-size": 0}, "--ffn-hidden-size is 0: it must be greater than 0"),
         ({"--lr": -1}, "--lr is -1.0: it must be 0 or greater"),
         ({"--min-lr": 1}, "--min-lr 1.0 is above --lr 0.01"),
-        ({"--bf16": True, "--fp16": True}, "--bf16 and --fp16 exclude each other"),
-        ({"--loss-scale": 8}, "--loss-scale is for --fp16"),
+        ({"--fp16": True}, "unknown argument '--fp16'"),
+        ({"--use-distributed-optimizer": True}, "unknown argument '--use-distributed-optimizer'"),
         ({"--pipeline-memory-limit": 0.5}, "--pipeline-memory-limit needs --pipeline-schedule"),
         ({"--pipeline-random-streams": "rank"}, "-random-streams needs --pipeline-schedule"),
         ({"--pipeline-verify": True}, "--pipeline-verify needs --pipeline-schedule"),
@@ -510,9 +489,8 @@ def test_a_rank_that_holds_up_all_others_is_named(
         ({"--save-interval": 2}, "--save-interval needs --save"),
         ({"--load": "/no/checkpoint"}, "--load /no/checkpoint: there is no checkpoint"),
         ({"--log-file": "/dev/null/log"}, "--log-file /dev/null/log: /dev/null is not a directory"),
-        ({"--recompute-num-layers": 1}, "--recompute-num-layers needs --recompute-granularity"),
+        ({"--recompute-num-layers": 1}, "unknown argument '--recompute-num-layers'"),
         ({"--num-query-groups": 2}, "--group-query-attention and --num-query-groups"),
-        ({"--transformer-impl": "transformer_engine"}, "needs a GPU: leave out --cpu"),
         ({"--train-iters": "many"}, "--train-iters: 'many' is not a whole number, such as 8"),
         ({"--num-layers": None}, "--num-layers is missing: give --num-layers N"),
         ({"--max-position-embeddings": 16}, "16 is too few for --seq-length 32"),
@@ -530,8 +508,6 @@ def test_arguments_that_do_not_fit_are_refused(flags: Flags, sentence: str, corp
         ({}, True),
         ({"--no-check-for-nan-in-loss-and-grad": True}, False),
         ({"--bf16": True}, True),
-        ({"--fp16": True}, False),  # infinite gradients tell its scale to shrink
-        ({"--fp16": True, "--loss-scale": 8}, True),
     ],
 )
 def test_numbers_are_checked_as_in_megatron_lm(flags: Flags, checked: bool, corpus: str) -> None:

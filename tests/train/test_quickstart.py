@@ -15,7 +15,7 @@ from rich.console import Console
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.train import arguments as training_arguments
-from megatron_zb.train import prepare_text, quickstart
+from megatron_zb.train import quickstart
 from megatron_zb.train.quickstart import (
     NUM_MICROBATCHES,
     UPSTREAM,
@@ -150,18 +150,6 @@ def test_steps_that_sleep_are_measured_beside_what_was_predicted(tmp_path: Path)
     assert steps["zb-h1"].predicted_bubble_rate < steps["1f1b"].predicted_bubble_rate
 
 
-def test_steps_of_slices_sleep_as_predicted(tmp_path: Path) -> None:
-    records = tmp_path / "steps.jsonl"
-    command = quickstart.sleeping_command(records, ["1f1b"])
-    module = command.index("megatron_zb.train.sleeping_steps")
-    done = run_job(2, command[module], [*command[module + 1 :], "--slices", "2"], 300)
-    assert done.code == 0, done.stderr
-    step = quickstart.read_steps(NewRecords(records)())["1f1b"]
-    passes = sum(quickstart.MILLISECONDS) / 1000
-    assert step.predicted_seconds == pytest.approx((NUM_MICROBATCHES + 1 / 2) * passes)
-    assert step.measured_seconds >= 0.999 * step.predicted_seconds
-
-
 def test_the_table_of_steps_is_readable_on_80_columns() -> None:
     upstream = SleepingStep(2.0, 2.5, 0.25)
     ours = SleepingStep(1.6, 1.75, 0.0625)
@@ -208,7 +196,7 @@ def without_torchrun(command: list[str]) -> list[str]:
 
 def test_missing_data_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = tmp_path / "text"
-    assert quickstart.main(["--data-path", str(prefix), "--output", str(tmp_path)]) == 2
+    assert cli.main(["quickstart", "--data-path", str(prefix), "--output", str(tmp_path)]) == 2
     assert f"there is no {prefix}.idx: make it with" in capsys.readouterr().err
 
 
@@ -223,7 +211,7 @@ def test_the_command_prepares_the_text_that_it_trains_on(
         raise QuickstartFailure("this is a test")
 
     monkeypatch.setattr(quickstart, "_train", failing)
-    monkeypatch.setattr(prepare_text, "MOST_BYTES", 1000)
+    monkeypatch.setattr(quickstart, "MOST_BYTES", 1000)
     assert cli.main(["quickstart", "--output", str(tmp_path / "new")]) == 1
     assert trained == [(UPSTREAM, True)]
     said = capsys.readouterr()
@@ -251,7 +239,7 @@ def test_a_failed_run_ends_the_quickstart_with_its_words(
     for suffix in (".bin", ".idx"):
         (tmp_path / f"text{suffix}").write_bytes(b"no tokens")
     arguments = ["--data-path", str(tmp_path / "text"), "--output", str(tmp_path / "out")]
-    assert quickstart.main(arguments) == 1
+    assert cli.main(["quickstart", *arguments]) == 1
     error = capsys.readouterr().err
     assert error.startswith("quickstart: failed: upstream: the run ended with exit status")
     assert "is not a Megatron index" in error

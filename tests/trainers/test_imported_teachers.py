@@ -83,12 +83,12 @@ def losses_of_blocks(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+    from megatron_zb.cpu_ranks import redirect_experts
     from megatron_zb.distill.flags import complete, parse
     from megatron_zb.distill.place import Place
     from megatron_zb.distill.schedule.distribution import Distribution
     from megatron_zb.distill.stage import open_stage_blocks
     from megatron_zb.distill.teacher import read_teacher
-    from megatron_zb.megatron_core.cpu import redirect_experts
 
     redirect_experts()
     if not parallel_state.is_initialized():

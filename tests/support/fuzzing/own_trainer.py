@@ -22,9 +22,8 @@ _COMPARED = ("lm_loss", "eval_loss", "grad_norm", "loss_scale", "learning_rate",
 
 
 def own_space(space: Space) -> Space:
-    """The settings that the trainer knows, and has on a CPU."""
-    known = set(flags.parser()._option_string_actions)
-    return without_unknown(space, known - {"--sequence-parallel"})  # it needs Apex's norms
+    """The settings that the trainer knows."""
+    return without_unknown(space, set(flags.parser()._option_string_actions))
 
 
 class OwnTrainer:

@@ -9,11 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zb.megatron_core.cpu import (
-    keep_messages,
-    redirect_adam,
-    sum_norms_in_single_precision,
-)
+from megatron_zb.cpu_ranks.adam import redirect_adam
+from megatron_zb.cpu_ranks.megatron_parts import keep_messages, sum_norms_in_single_precision
 
 _NUMBERS, _MESSAGES = 8192, 64
 

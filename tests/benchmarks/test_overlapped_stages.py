@@ -6,7 +6,9 @@ import threading
 import time
 from types import SimpleNamespace
 
+import overlapped_stages
 import pytest
+from overlapped_stages import OverlappedStage, SleepingCopies, run_together
 
 from megatron_zb import schedules
 from megatron_zb.runtime.executor import Side
@@ -14,8 +16,6 @@ from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import v_shape
-from megatron_zb.train import synthetic_steps
-from megatron_zb.train.synthetic_steps import SleepingCopies, SyntheticStage, run_together
 
 
 @pytest.mark.parametrize(("kind", "backward"), [(PassKind.B, 0.012), (PassKind.BW, 0.02)])
@@ -31,8 +31,8 @@ def test_each_side_of_a_pair_exchanges_beside_the_computation_of_the_other(
         slept.append((threading.current_thread() is main, share))
         time.sleep(share)
 
-    monkeypatch.setattr(synthetic_steps, "time", SimpleNamespace(sleep=sleep))
-    first, last = SyntheticStage(0, table), SyntheticStage(3, table)
+    monkeypatch.setattr(overlapped_stages, "time", SimpleNamespace(sleep=sleep))
+    first, last = OverlappedStage(0, table), OverlappedStage(3, table)
     made = run_together(Side(PassKind.F, last, 1, (None,)), Side(kind, last, 0, (None,)))
     computed = [share for is_main, share in slept if is_main]
     exchanged = [share for is_main, share in slept if not is_main]
@@ -65,8 +65,8 @@ def test_an_offloaded_microbatch_sleeps_for_its_copies_in_threads_that_d_and_b_w
         assert threading.current_thread() is main or copied.wait(60)
         slept.append((threading.current_thread() is main, round(seconds, 6)))
 
-    monkeypatch.setattr(synthetic_steps, "time", SimpleNamespace(sleep=sleep))
-    stage = SyntheticStage(0, table, SleepingCopies(table))
+    monkeypatch.setattr(overlapped_stages, "time", SimpleNamespace(sleep=sleep))
+    stage = OverlappedStage(0, table, SleepingCopies(table))
     stage.offloaded = {1}
     stage.forward(0, None)
     stage.forward(1, None)
