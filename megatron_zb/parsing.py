@@ -166,7 +166,8 @@ def flag_of(name: str) -> str:
 Argument = Mapping[str, Any]
 """The arguments of ``add_argument`` for a flag, and perhaps a bound of its number.
 
-``above`` is a bound that the number has to exceed, ``least`` the smallest number.
+``above`` is a bound that the number has to exceed, ``least`` the smallest number. ``flag`` is the
+flag itself, where it is not the name of its value.
 """
 _BOUNDS = ("above", "least")
 
@@ -182,8 +183,9 @@ def add_flags(
         changed: other arguments of ``add_argument`` for some of them.
     """
     for name, argument in flags.items():
-        given = {k: v for k, v in argument.items() if k not in _BOUNDS}
-        group.add_argument(flag_of(name), **given | dict(changed.get(name, {})))
+        given = {**argument, **changed.get(name, {})}
+        flag = given.pop("flag", flag_of(name))
+        group.add_argument(flag, dest=name, **{k: v for k, v in given.items() if k not in _BOUNDS})
 
 
 def check_bounds(args: argparse.Namespace, flags: Mapping[str, Argument]) -> None:

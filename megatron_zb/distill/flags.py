@@ -146,16 +146,11 @@ _RANKS: dict[str, Argument] = {
         "as 8GiB: a rank that is further ahead waits; default: none but --run-ahead",
     },
 }
-# The trainer's flags, which have their bounds here.
-_BOUNDED: dict[str, Argument] = {
-    name: {"above": 0}
-    for name in ("train_iters", "micro_batch_size", "global_batch_size", "log_interval")
-}
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ranks")
-    flags.add(group, flags.PROCESSES)
+    add_flags(group, flags.PROCESSES)
     group.add_argument(
         "--distribution",
         metavar="SPEC",
@@ -173,11 +168,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "sequences per iteration, over all microbatches; a stage on several ranks gives them "
         "microbatches in turn"
     )
-    flags.add(group, flags.BATCHES, global_batch_size={"help": about})
+    add_flags(group, flags.BATCHES, global_batch_size={"help": about})
     group.add_argument(
         "--seq-length", type=int, metavar="N", help="in tokens; default: the teacher's"
     )
-    flags.add(group, flags.OPTIMIZER)
+    add_flags(group, flags.OPTIMIZER)
     group.add_argument("--bf16", action="store_true", help="float32 without it")
 
 
@@ -188,12 +183,12 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         "batches of held-out text on which teacher and stitched student are compared at the end; "
         "default: %(default)s, none"
     )
-    flags.add(group, flags.DATA, eval_iters={"help": about})
+    add_flags(group, flags.DATA, eval_iters={"help": about})
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints")
-    flags.add(
+    add_flags(
         group,
         flags.CHECKPOINTS,
         save={
@@ -212,7 +207,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def _add_log(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("log")
-    flags.add(group, flags.RECORDS, log_interval={"default": 10})
+    add_flags(group, flags.RECORDS, log_interval={"default": 10})
     group.add_argument(
         "--picture",
         metavar="FILE",
@@ -237,7 +232,8 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         UsageError: something is missing or contradictory.
     """
-    check_bounds(args, {**_BOUNDED, **_LIBRARY, **_RANKS})
+    for table in (_DISTILLATION, _LIBRARY, _RANKS, flags.BATCHES, flags.RECORDS):
+        check_bounds(args, table)
     _check_library(args)
     if args.redistribute and (args.distribution or not (args.save and args.save_interval)):
         raise UsageError(

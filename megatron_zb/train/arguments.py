@@ -21,7 +21,7 @@ from megatron_zb.job.settings import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance,
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 from megatron_zb.train.checkpoint_directory import latest_checkpoint
-from megatron_zb.train.flags import check_bounds, parser
+from megatron_zb.train.flags import check_numbers, parser
 
 
 def parse(argv: Sequence[str], world_size: int) -> argparse.Namespace:
@@ -48,7 +48,7 @@ def complete(args: argparse.Namespace, world_size: int) -> None:
         UsageError: as :func:`parse`.
     """
     _fill_in(args)
-    check_bounds(args)
+    check_numbers(args)
     _check_model(args)
     _check_parallel(args, world_size)
     _check_schedule(args)

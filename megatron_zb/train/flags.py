@@ -6,12 +6,10 @@ Nothing here imports torch or Megatron, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from typing import Any
 
-from megatron_zb.errors import UsageError
 from megatron_zb.job import settings
-from megatron_zb.parsing import Parser, flag_of
+from megatron_zb.parsing import Argument, Parser, add_flags, check_bounds
 
 _DESCRIPTION = """\
 Train a GPT model with megatron-core, with one of this package's pipeline schedules or with
@@ -25,11 +23,6 @@ Megatron's own. The arguments have the names they have in Megatron-LM, whose scr
 
 scripts/prepare_text.py turns text files into what --data-path reads.
 """
-
-Argument = Mapping[str, Any]
-"""The arguments of ``add_argument``, and ``above`` or ``least``, the bound of a number."""
-
-_BOUNDS = ("above", "least")
 
 
 def _flag(default: Any = None, help: str = "", **argument: Any) -> Argument:
@@ -211,38 +204,20 @@ def parser() -> Parser:
         group = command_line.add_argument_group(title)
         if "split" in arguments:
             add_source(group)
-        add(group, arguments)
+        add_flags(group, arguments)
     return command_line
-
-
-def add(
-    group: argparse._ActionsContainer,
-    arguments: Mapping[str, Argument],
-    **changed: Mapping[str, Any],
-) -> None:
-    """Add flags to a group; ``changed`` has other arguments of ``add_argument`` for some."""
-    for name, argument in arguments.items():
-        given = {**argument, **changed.get(name, {})}
-        flag = given.pop("flag", flag_of(name))
-        group.add_argument(flag, dest=name, **{k: v for k, v in given.items() if k not in _BOUNDS})
 
 
 def add_source(group: argparse._ArgumentGroup) -> None:
     """Add the flags of the text to train on, of which one is given."""
-    add(group.add_mutually_exclusive_group(required=True), _ONE_SOURCE)
+    add_flags(group.add_mutually_exclusive_group(required=True), _ONE_SOURCE)
 
 
-def check_bounds(args: argparse.Namespace) -> None:
+def check_numbers(args: argparse.Namespace) -> None:
     """Check every number that has a bound, where it is given.
 
     Raises:
         UsageError: one is too small.
     """
-    for name, argument in (pair for each in _GROUPS.values() for pair in each.items()):
-        value = getattr(args, name)
-        if value is None:
-            continue
-        if "above" in argument and value <= argument["above"]:
-            raise UsageError(f"{flag_of(name)} is {value}: it must be greater than 0")
-        if "least" in argument and value < argument["least"]:
-            raise UsageError(f"{flag_of(name)} is {value}: it must be 0 or greater")
+    for arguments in _GROUPS.values():
+        check_bounds(args, arguments)
