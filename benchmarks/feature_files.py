@@ -1,12 +1,16 @@
-"""Count the files of the package in which each feature has identifiers, and those that name kinds.
+"""Count the files of the package that know each feature, and those that name kinds of passes.
 
 Run it with:
 
   python benchmarks/feature_files.py            # a table
   python benchmarks/feature_files.py --files    # with the files of each feature
 
-Identifiers are names, attributes, arguments, keywords and imports in the syntax tree: comments,
-docstrings and texts do not count. A feature that stands in few files is easy to find and to change.
+Two counts of each feature. *Identifiers* are names, attributes, arguments, keywords and imports in
+the syntax tree that a pattern matches: comments, docstrings and texts do not count. Patterns also
+match other things of that name, such as ``islice``, ``seq_length``, ``sharded_state_dict``, or two
+values that are called a pair. *Rooms and doors* are the files of the feature and those that import
+one of them: what a change of the feature can reach. A feature that stands in few files is easy to
+find and to change.
 """
 
 from __future__ import annotations
@@ -30,6 +34,15 @@ FEATURES = {
     "lengths": r"(?i)length|unequal",
     "multi-token prediction": r"(?i)multi_token|predicts",
 }
+OWN = {
+    "slices": r"(schedules|plan)/features/slices|megatron_core/slice",
+    "vocabulary": r"(schedules|plan)/features/vocabulary|(megatron_core|runtime)/vocabulary",
+    "recomputation": r"(schedules|plan)/features/recomput",
+    "offload": r"(schedules|plan)/features/offload",
+    "pairs": r"(schedules|plan)/features/pairs|megatron_core/experts",
+    "lengths": r"schedules/step_plan|core/planned_steps|plan/features/lengths|plan/unequal",
+}
+"""Files of a feature; multi-token prediction has none of its own."""
 TABLE = ("schedules/kinds.py", "schedules/passes.py", "schedules/features/")
 
 
@@ -47,6 +60,24 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             yield from (node.module or "").split(".")
             yield from (alias.name for alias in node.names)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Yield the modules that a syntax tree imports, and what may be one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def rooms_and_doors(trees: dict[str, ast.Module], own: str) -> list[str]:
+    """Return the files that a pattern matches, and those that import one of them."""
+    rooms = {file for file in trees if re.search(own, file)}
+    modules = {f"megatron_zb.{file.removesuffix('.py').replace('/', '.')}" for file in rooms}
+    doors = {file for file, tree in trees.items() if not modules.isdisjoint(imported(tree))}
+    return sorted(rooms | doors)
 
 
 def names_kinds(tree: ast.AST) -> bool:
@@ -76,13 +107,17 @@ def main() -> int:
     found["kinds outside the table and the features"] = [
         file for file, tree in trees.items() if names_kinds(tree) and not file.startswith(TABLE)
     ]
-    table = Table(title=f"files with identifiers of a feature, of {len(trees)}")
+    table = Table(title=f"files that know a feature, of {len(trees)}")
     table.add_column("feature")
-    table.add_column("files", justify="right")
+    table.add_column("identifiers", justify="right")
+    table.add_column("rooms and doors", justify="right")
     if arguments.files:
-        table.add_column("names")
+        table.add_column("with identifiers")
+        table.add_column("rooms and doors")
     for feature, files in found.items():
-        table.add_row(feature, str(len(files)), *([", ".join(files)] if arguments.files else []))
+        known = rooms_and_doors(trees, OWN[feature]) if feature in OWN else []
+        names_of = [", ".join(files), ", ".join(known)] if arguments.files else []
+        table.add_row(feature, str(len(files)), str(len(known) or "-"), *names_of)
     Console().print(table)
     return 0
 

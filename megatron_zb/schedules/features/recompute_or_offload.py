@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import with_all_kept
-from megatron_zb.schedules.features.slices import STAYS
 from megatron_zb.schedules.kinds import Home
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
@@ -147,7 +146,7 @@ def dropped_in_place(order: Schedule, request: Request, limit: tuple[float, ...]
     if keeps(simulate(order, request.costs).peak_memory, limit):
         return [order]
     table, name = request.costs.for_placement(order.placement), order.name
-    needed = least_memory(order.ranks, least_left(table), request.rules, drops=True)
+    needed = least_memory(order.ranks, _least_left(table, request.rules), request.rules, drops=True)
     request.check_feasible(name, order.placement, limit, needed)
     m, split = order.num_microbatches, any(p.kind is PassKind.W for r in order.ranks for p in r)
     problem = Problem(order.placement, m, table, limit, split, rules=request.rules)
@@ -206,7 +205,7 @@ def drops_last_stage(rules: TrainingRules) -> bool:
 def smallest_limits(problem: Problem) -> list[float]:
     """Return the memory that each rank needs to run at all: one microbatch after the other."""
     ranks, rules = one_at_a_time(problem).ranks, problem.rules
-    return least_memory(ranks, least_left(problem.costs), rules, drops=True)
+    return least_memory(ranks, _least_left(problem.costs, rules), rules, drops=True)
 
 
 def one_at_a_time(problem: Problem) -> Schedule:
@@ -224,17 +223,18 @@ def one_at_a_time(problem: Problem) -> Schedule:
     return Schedule("one at a time", placement, m, found, rules=rules)
 
 
-def least_left(costs: StageCosts) -> StageCosts:
+def _least_left(costs: StageCosts, rules: TrainingRules) -> StageCosts:
     """Return the costs with what a unit holds at least from F to B, as if it were recomputed.
 
-    That of an offloaded unit is nothing, or the keys and values that later slices attend to.
+    Of an offloaded unit, that is what D leaves: nothing, or what other units need of it.
     """
     if costs.copies is None:
         return costs
-    left = costs.memory.get(STAYS, (0.0,) * len(costs.memory["activation"]))
-    rows = {id(row): least_left(row) for row in costs.microbatches}
+    left = (*rules.by_kind[PassKind.F].memory, *rules.by_kind[PassKind.D].memory)
+    rows = {id(row): _least_left(row, rules) for row in costs.microbatches}
+    stages = range(len(costs.memory["activation"]))
     return replace(
         costs,
-        memory={**costs.memory, "kept_input": left},
+        memory={**costs.memory, "kept_input": tuple(costs.change(left, s) for s in stages)},
         microbatches=tuple(rows[id(row)] for row in costs.microbatches),
     )

@@ -367,7 +367,7 @@ def least_tokens(hidden: int | None) -> int:
 # --- what a schedule with slices carries
 
 # tables of memory: what B of all slices has left for their one W, and keys and values
-_HELD, STAYS = "held_by_slices", "kept_by_slices"
+_HELD, _STAYS = "held_by_slices", "kept_by_slices"
 
 
 @dataclass(frozen=True)
@@ -392,7 +392,7 @@ class SlicedRules(TrainingRules):
         for kind in (PassKind.R, PassKind.D, PassKind.H):
             kinds[kind] = replace(kinds[kind], home=Home.STAGES)
         for kind, sign in ((PassKind.D, 1), (PassKind.H, -1)):
-            memory = (*kinds[kind].memory, (STAYS, sign))
+            memory = (*kinds[kind].memory, (_STAYS, sign))
             kinds[kind] = replace(kinds[kind], memory=memory)
         if self.slicing.joins_weight:
             freed = ((_HELD, -1),)
@@ -512,9 +512,9 @@ class SlicedCosts(Costs):
         for row in table.microbatches:
             if id(row) not in made:
                 held = row.memory["activation"]
-                memory = {**row.memory, STAYS: tuple(self.slicing.kept * a for a in held)}
+                memory = {**row.memory, _STAYS: tuple(self.slicing.kept * a for a in held)}
                 if "kept_input" in memory:
-                    whole = zip(memory["kept_input"], memory[STAYS], held, strict=True)
+                    whole = zip(memory["kept_input"], memory[_STAYS], held, strict=True)
                     memory["kept_input"] = tuple(min(i + s, a) for i, s, a in whole)
                 made[id(row)] = replace(row, memory=memory)
         return replace(table, microbatches=tuple(made[id(row)] for row in table.microbatches))
