@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads as _finalize
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.settings import OFFLOAD_FLAG, ScheduleSettings, choice_of
+from megatron_zb.job.settings import OFFLOAD_FLAG, ScheduleSettings
 from megatron_zb.measured.balance import costs_beside
 from megatron_zb.measured.usual_gpu import copy_share
 from megatron_zb.megatron_core import graphs, model_ends, refusals, versions
@@ -531,7 +531,9 @@ def _settings(
 
 def _of_file(file: Path, sizes: JobSizes, asked: Chunks, build: Build) -> PipelineAdapter:
     table = interchange.from_csv(file)
-    asked.check(table.placement.chunks, f"--pipeline-schedule-file {file}")
+    chunks = table.placement.chunks
+    asked.check(chunks, f"--pipeline-schedule-file {file}")
+    _check_ends(sizes.layers, chunks)
     return PipelineAdapter.of_table(table, sizes, build)
 
 
@@ -539,16 +541,24 @@ def _named(
     args: argparse.Namespace, sizes: JobSizes, asked: Chunks, build: Build, *, may_shard: bool
 ) -> PipelineAdapter:
     layers, settings = sizes.layers, _settings(args, sizes, asked, may_shard=may_shard)
+    _check_ends(layers, asked.number or 1)
     # Only the schedule knows its chunks; with several, its first stage is not the first rank.
     inner = replace(sizes, layers=replace(layers, first=None, last=None))
     adapter = PipelineAdapter.create(settings, inner, build)
     asked.check(adapter.chunks, f"--pipeline-schedule {settings.family.name}")
     if layers.first is None and layers.last is None:
         return adapter
-    placements = (adapter.schedule.placement,)
-    run = refusals.Asked(args=args, choice=choice_of(args), placements=placements)
-    refusals.check(run, only=("chunks",))
+    _check_ends(layers, adapter.chunks)
     return PipelineAdapter.create(settings, sizes, build)
+
+
+def _check_ends(layers: Layers, chunks: int) -> None:
+    if chunks > 1 and (layers.first is not None or layers.last is not None):
+        raise UsageError(
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers count the "
+            "layers of a rank, which holds several chunks here: say the layers of every chunk "
+            "with --pipeline-model-parallel-layout"
+        )
 
 
 def _why_whole(args: argparse.Namespace, sizes: JobSizes) -> str | None:

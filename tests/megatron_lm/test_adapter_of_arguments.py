@@ -190,11 +190,6 @@ ENDS = "count the layers of a rank, which holds several chunks here"
             {"num_layers_per_virtual_pipeline_stage": 0},
             "--num-layers-per-virtual-pipeline-stage is 0: it must be 1 or greater",
         ),
-        (
-            "--pipeline-schedule interleaved",
-            {"num_layers_per_virtual_pipeline_stage": 2, "pipeline_model_parallel_size": 0},
-            "needs a pipeline: give --pipeline-model-parallel-size",
-        ),
         ("--pipeline-schedule v-half", {"num_layers": 7}, "7 layers cannot be placed on 8 stages"),
         ("--pipeline-schedule v-half", {"num_layers": None}, "--num-layers is missing"),
         (
@@ -505,12 +500,6 @@ def test_a_hybrid_pattern_that_cannot_be_placed(
 
 def _no_search(*_arguments: Any, **_options: Any) -> Any:
     raise AssertionError("a search has begun")
-
-
-def test_layers_of_the_first_rank_are_refused_with_chunks_before_a_search() -> None:
-    args = parsed("--pipeline-schedule v-half", decoder_first_pipeline_num_layers=2)
-    with pytest.raises(UsageError, match=ENDS):
-        adapter_of(args, build=_no_search)
 
 
 def test_a_pattern_that_ranks_do_not_divide_is_refused_where_megatron_divides_it() -> None:

@@ -52,11 +52,6 @@ def test_a_checkpoint_whose_state_is_not_of_its_weights_is_refused(tmp_path: Pat
     assert refused(words) == ["--load"]
 
 
-def test_a_size_below_one_is_refused_beside_others() -> None:
-    words = f"{RUN} --micro-batch-size 0 --use-torch-fsdp2"
-    assert refused(words) == ["--micro-batch-size 0", "--use-torch-fsdp2"]
-
-
 def test_every_argument_of_every_version_is_judged_or_refused() -> None:
     names = {argument.name for argument in argument_table.arguments()}
     judged = {word.partition("=")[0] for word in argument_table.judged()}
