@@ -37,7 +37,7 @@ FEATURES = {
 OWN = {
     "slices": r"(schedules|plan)/features/slices|megatron_core/slice",
     "vocabulary": r"(schedules|plan)/features/vocabulary|(megatron_core|runtime)/vocabulary",
-    "recomputation": r"(schedules|plan)/features/recomput",
+    "recomputation": r"(schedules|plan)/features/recompu(te|ta)",
     "offload": r"(schedules|plan)/features/offload",
     "pairs": r"(schedules|plan)/features/pairs|megatron_core/experts",
     "lengths": r"schedules/step_plan|core/planned_steps|plan/features/lengths|plan/unequal",
