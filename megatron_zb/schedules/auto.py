@@ -63,7 +63,8 @@ def auto(request: Request) -> Schedule:
 
     A limit of 1F1B's memory is kept where the user gives none. Of orders within 1 % of the fastest,
     but no slower than a known one, the result is the fastest on average where passes vary:
-    :mod:`search.varied_passes`. ``reason`` of the result says what was chosen and what it was
+    :mod:`search.varied_passes`. Of slices it is the fastest: such a comparison would take longer
+    than the search. ``reason`` of the result says what was chosen and what it was
     compared with. With ``request.quick``, one short search of the
     placement that the request is bound to is all; the result is no slower without it.
 
@@ -88,8 +89,9 @@ def auto(request: Request) -> Schedule:
     if not best:
         raise least_refused(refused)
     best.sort(key=lambda entry: (entry[0], entry[1].placement.chunks))
-    steadiest = varied_passes.steadiest(best, request, _fastest_known(best, request))
-    best.insert(0, best.pop(steadiest))
+    if request.rules.units_at_once == 1:
+        steadiest = varied_passes.steadiest(best, request, _fastest_known(best, request))
+        best.insert(0, best.pop(steadiest))
     return replace(best[0][1], reason=_reason(best))
 
 
@@ -212,7 +214,7 @@ def _with_recompute_or_offload(
             raise refused or UsageError("nothing that keeps every activation is as fast")
         return min(found, key=lambda entry: entry[0])[1]
 
-    search = PlacementSearch("auto", placement, request, request.peak(2.0 * request.pipeline_size))
+    search = PlacementSearch("auto", placement, request, _most(request))
     best = with_recompute_or_offload(search, all_kept, orders)
     return [*found, (request.seconds(simulate(best, request.costs)), best)]
 
@@ -333,7 +335,7 @@ def _builders(
     elif chunks % 2 == 0 and placement == wave(p, chunks):
         if chunks == 2:
             out += [] if is_sliced else map(one, _V)
-            out.append(partial(families.squeezed_blocks, "auto"))
+            out.append(lambda request: families.squeezed_blocks("auto", request, _most(request)))
         out += [] if is_sliced else [one(wave_schedule)]
     if is_sliced:
         loops = partial(_split_loops, placement=placement)
@@ -347,7 +349,7 @@ def _quick(request: Request, placement: Placement) -> Schedule:
     Raises:
         UsageError: the limit is below what the placement needs.
     """
-    peak = request.peak(2.0 * request.pipeline_size)
+    peak = _most(request)
     if not request.costs.keeps_all:
         alone = replace(request, costs=with_all_kept(request.costs))
         orders = _starting_orders(placement, request)
@@ -365,11 +367,21 @@ def _split_loops(request: Request, placement: Placement) -> list[Schedule]:
 
     Searches alone are far from them.
     """
-    limits = request.limits(placement, request.peak(2.0 * request.pipeline_size))
+    limits = request.limits(placement, _most(request))
     orders = families.split_loops(request, placement.chunks)
     timelines = [simulate(fuse_for_free(order, request.costs), request.costs) for order in orders]
     fitting = [timeline for timeline in timelines if keeps(timeline.peak_memory, limits)]
     return [timeline.schedule for timeline in sorted(fitting, key=request.seconds)]
+
+
+def _most(request: Request) -> float:
+    """Return the most units that a rank holds: memory beyond twice 1F1B's shortens no step.
+
+    Slices are smaller, so only the user's limit counts.
+    """
+    if request.rules.units_at_once > 1:
+        return float(request.num_microbatches)
+    return 2.0 * request.pipeline_size
 
 
 def _is_loop(placement: Placement) -> bool:
@@ -391,7 +403,7 @@ def _long(placement: Placement, request: Request, known: Sequence[Schedule]) -> 
     is_good = _is_loop(placement) or (is_sliced and kind != "v")
     if known and is_good and _is_large(placement, request):
         return known[0]
-    peak = request.peak(2.0 * request.pipeline_size)
+    peak = _most(request)
     search = PlacementSearch("auto", placement, request, peak, known=known)
     if is_sliced:
         return replace(search, seconds=_SECONDS_OF_SLICES[kind == "v"]).run()

@@ -420,12 +420,12 @@ def _v(
     return PlacementSearch(name, v, request, peak, known=known).run()
 
 
-def squeezed_blocks(name: str, request: Request) -> list[Schedule]:
-    """Return every block of this file that keeps the request's limit, in its own order."""
+def squeezed_blocks(name: str, request: Request, peak: float) -> list[Schedule]:
+    """Return every block of this file that keeps a peak and the limit, in its own order."""
     return [
         schedule
         for offsets in (v_min_offsets, v_half_offsets, v_zb_offsets)
-        for schedule in of_v_block(name, offsets, request, request.peak(2 * request.pipeline_size))
+        for schedule in of_v_block(name, offsets, request, peak)
     ]
 
 
