@@ -42,7 +42,7 @@ OWN = {
     "pairs": r"(schedules|plan)/features/pairs|megatron_core/experts",
     "lengths": r"schedules/step_plan|core/planned_steps|plan/features/lengths|plan/unequal",
 }
-"""Files of a feature; multi-token prediction has none of its own."""
+"""Files of each feature. Multi-token prediction is part of other files."""
 TABLE = ("schedules/kinds.py", "schedules/passes.py", "schedules/features/")
 
 

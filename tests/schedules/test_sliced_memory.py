@@ -71,12 +71,15 @@ def test_a_limit_is_kept_in_no_more_time(name: str, costs: Costs) -> None:
         except UsageError:
             assert schedule.recomputed or schedule.offloaded
         else:
-            assert timeline.makespan <= simulate(all_kept, KEPT).makespan + 1e-9
+            kept = simulate(all_kept, KEPT).makespan
+            if schedule.recomputed or schedule.offloaded:  # never for nothing
+                assert timeline.makespan < kept
+            else:
+                assert timeline.makespan <= kept + 1e-9
         seen.add(bool(schedule.recomputed or schedule.offloaded))
     assert True in seen
-    assert (
-        name != "v-half" or False in seen or costs is OFFLOADED
-    )  # which leaves room for a faster order at any limit
+    # offload lets v-half run more forwards ahead, which is faster at every limit
+    assert name != "v-half" or seen == ({True} if costs is OFFLOADED else {True, False})
 
 
 @pytest.mark.parametrize("costs", [RECOMPUTED, OFFLOADED], ids=["recomputed", "offloaded"])

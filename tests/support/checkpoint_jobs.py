@@ -130,7 +130,7 @@ def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
 
 
 def _separate_steps(optimizer: Any) -> None:
-    """Give every parameter a `step` of its own again after loading."""
+    """Copy the `step` tensor that parameters share after loading, one copy for each."""
     for _, adam in _torch_adams(optimizer):
         for state in adam.state.values():
             state["step"] = state["step"].clone()

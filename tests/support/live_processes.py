@@ -50,7 +50,7 @@ def left_by(leaders: Sequence[int]) -> tuple[int, ...]:
 
 
 def end_session(process: subprocess.Popen[Any]) -> None:
-    """End a command of a session of its own, and what it has started.
+    """Terminate a command that runs in its own session, with its child processes.
 
     torchrun gives every rank a session, and ends them all when it is asked to end.
     """

@@ -65,7 +65,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(
 
 
 def test_a_checkpoint_without_arguments_is_refused(ranks: RankPools, tmp_path: Path) -> None:
-    """As that of a distillation, which holds no model of its own."""
+    """A distillation writes such a checkpoint, since it has blocks and no whole model."""
     case: dict[str, Any] = {
         "folder": str(tmp_path),
         "changed": {},

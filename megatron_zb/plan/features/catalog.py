@@ -32,7 +32,7 @@ def asking(*features: PlanFeature) -> tuple[PlanFeature, ...]:
 
 
 def features_of(variant: Variant) -> tuple[PlanFeature, ...]:
-    """Return the features that a schedule has by itself."""
+    """Return the features that a candidate always has."""
     return tuple(it for it in FEATURES if it.in_variant(variant))
 
 

@@ -25,7 +25,10 @@ _Self = TypeVar("_Self", bound="PlanFeature")
 
 
 class Described(NamedTuple):
-    """What a plan is for, with the arguments of a training that gave some of its own, by name."""
+    """Model and device of a plan.
+
+    ``flags`` has, by the name of a value, the argument of the training that it was read from.
+    """
 
     model: ModelConfig
     device: DeviceConfig
@@ -132,7 +135,7 @@ class PlanFeature:
         stands_apart: whether passes work on parts of microbatches: rows of both kinds are shown,
             and only those of whole ones are drawn.
         argument: name of the argument of a plan that has the choice.
-        field: name of the field of a schedule that has it by itself.
+        field: name of the field of a candidate that says whether it always has the feature.
         flag: flag of a row that has it, with its value.
         mark: word in the setting of a row that has it.
     """
@@ -201,11 +204,11 @@ class PlanFeature:
     def of_these(
         self, found: Iterable[ScheduleCandidate], *, named: bool
     ) -> list[ScheduleCandidate]:
-        """Return those schedules that can have it by themselves, with it."""
+        """Return further candidates that always have the feature, made of those that can."""
         return []
 
     def in_variant(self, variant: Variant) -> bool:
-        """Return whether a schedule has it by itself."""
+        """Return whether a candidate always has the feature."""
         return bool(self.field) and bool(getattr(variant, self.field, False))
 
     def is_possible(self, load: Workload) -> bool:
@@ -228,7 +231,7 @@ class PlanFeature:
         """Return the costs of a workload with those of the feature."""
         return costs
 
-    # --- in a row
+    # --- output of a row
 
     def is_in(self, row: PlanRow) -> bool:
         """Return whether the schedule of a row has it."""
@@ -239,11 +242,11 @@ class PlanFeature:
         return [self.flag] if self.flag and self.is_in(row) else []
 
     def as_json(self, rows: RankedRows, row: Prediction) -> dict[str, Any]:
-        """Return what JSON has of it in a row."""
+        """Return the fields of a row in JSON."""
         return {}
 
     def cell(self, rows: RankedRows, row: Prediction) -> str:
-        """Return what the column of its mark has in a row; a table has it if any row has some."""
+        """Return the cell of its column. A table has the column if any cell has a text."""
         return ""
 
     def strategy_flags(self, strategy: Strategy) -> list[str]:
