@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from jobs import try_job
 from live_processes import end_session
+from rank_process import Kind
 
 SECONDS = 400
 RANKS = 4
@@ -35,6 +37,9 @@ CPU = """
 --no-gradient-accumulation-fusion --no-persist-layer-norm --no-bias-gelu-fusion
 --no-bias-dropout-fusion --no-masked-softmax-fusion
 """
+
+# Scripts that import no more than forked ranks have.
+_FORKED = {"pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py"}
 
 _PLAIN = Path(__file__).with_name("run_on_cpu.py")
 _ITERATION = re.compile(r"iteration +(\d+)/ +\d+ .* lm loss: (\S+) ")
@@ -71,12 +76,20 @@ def pretrain(
     program: Path | None = None,
     script: str | Path = "pretrain_gpt.py",
     environment: Mapping[str, str] | None = None,
+    torchrun: bool = False,
 ) -> Logged:
     """Train on CPU ranks; without the launcher, as the script of a patched checkout.
 
-    ``program`` stands in the launcher's place, and calls it.
+    A script of the checkout runs on forked ranks, which import nothing anew. ``torchrun`` starts
+    others, as everything else does.
+
+    Args:
+        program: stands in the launcher's place, and calls it.
     """
     arguments = " ".join(flags).split()
+    is_plain = launcher and program is None and not environment
+    if is_plain and not torchrun and script in _FORKED and _is_preloaded(checkout):
+        return _forked([str(checkout / script), "--cpu", *arguments], ranks)
     if program is not None:
         command = [str(program), str(checkout / script), "--cpu", *arguments]
     elif launcher:
@@ -108,15 +121,27 @@ def pretrain(
         return _read(process.returncode, output.read())
 
 
+def _is_preloaded(checkout: Path) -> bool:
+    return checkout.resolve() == Path(os.environ["MEGATRON_LM_PATH"]).resolve()
+
+
+def _forked(words: list[str], ranks: int) -> Logged:
+    """Train on forked ranks, which end like those of torchrun when one of them fails."""
+    ended = try_job(ranks, "megatron_zb.launch", words, SECONDS, Kind.MEGATRON_LM)
+    assert not ended.hung, f"did not end in {SECONDS} s:\n{ended.stdout}\n{ended.stderr}"
+    return _read(ended.code, f"{ended.stdout}\n{ended.stderr}")
+
+
 def _read(code: int, output: str) -> Logged:
+    """Read what a run has logged, with the digits of Megatron-LM: forked ranks print more."""
     logged = Logged(code, output)
     for line in output.splitlines():
         if found := _ITERATION.search(line):
-            logged.losses[int(found[1])] = found[2]
+            logged.losses[int(found[1])] = f"{float(found[2]):.6E}"
             if norm := _NORM.search(line):
-                logged.norms[int(found[1])] = norm[1]
+                logged.norms[int(found[1])] = f"{float(norm[1]):.3f}"
         elif found := _EVALUATION.search(line):
-            logged.evaluations[f"{found[2]} after {found[1]}"] = found[3]
+            logged.evaluations[f"{found[2]} after {found[1]}"] = f"{float(found[3]):.6E}"
     return logged
 
 

@@ -27,7 +27,7 @@ def numbers(name: str, printed: str) -> list[str]:
 def test_forked_ranks_log_what_torchruns_ranks_log_with_more_digits(
     checkout: Path, tmp_path: Path
 ) -> None:
-    torchrun = pretrain(checkout, SHORT, "--exit-interval 5", ranks=2)
+    torchrun = pretrain(checkout, SHORT, "--exit-interval 5", ranks=2, torchrun=True)
     run = forked(checkout, f"--exit-interval 5 --save {tmp_path} --save-interval 2")
     assert (run.code, run.hung, run.left) == (0, False, ()), run.stderr
     losses, norms = numbers("lm loss", run.stdout), numbers("grad norm", run.stdout)

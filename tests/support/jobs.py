@@ -7,6 +7,7 @@ rank fails the others are ended. What torchrun itself does and says, jobs of tor
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import runpy
 import signal
@@ -135,6 +136,8 @@ def started(
 
 def _run(given: _Program) -> None:
     os.setsid()
+    # Its own processes start as any program's do, not as this one has: they would import all anew.
+    multiprocessing.set_start_method(None, force=True)
     os.chdir(given.folder)
     os.environ.clear()
     os.environ |= given.environment
