@@ -6,6 +6,7 @@
   python benchmarks/feature_gains.py recomputation
   python benchmarks/feature_gains.py pairs --comm 0.5 --limits 8 10
   python benchmarks/feature_gains.py slices
+  python benchmarks/feature_gains.py adapters
   python benchmarks/feature_gains.py varied
 
 Nothing is run: every order is built, lowered and timed by the simulator. If a command does not say
@@ -33,6 +34,7 @@ from megatron_zb.schedules import auto, layout
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.families import dualpipe_v_order, overlapped
+from megatron_zb.schedules.features.adapters import Adapters
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
@@ -431,6 +433,49 @@ def _beside_fixed_orders(p: int, m: int, cut: Slicing) -> list[Row]:
     return found
 
 
+# --- several adapters
+
+
+def adapters(args: argparse.Namespace) -> Row:
+    """Simulate several LoRA adapters in one pipeline: how long the ranks are idle.
+
+    The base is frozen, so F and B take 1 and W --weight, that of products of small rank; an update
+    takes --update. --mixes are counts of adapters, their microbatches and steps: 8x8x1 is a window
+    of 8 adapters with a step of 8 microbatches each, 4x8x4 a stream of 4 adapters with 4 steps.
+    """
+    rows = (_of_mix(args, name, mix) for mix in args.mixes for name in (*args.schedules, "auto"))
+    return {"ranks": args.ranks, "weight": args.weight, "rows": printed(rows, _OF_ADAPTERS)}
+
+
+ADAPTED = ["1f1b", "interleaved", "zb-h1", "v-half", "v-zb"]
+_OF_ADAPTERS = (
+    ("adapters", "{mix}"),
+    ("schedule", "{schedule:12}"),
+    ("makespan", "{makespan:.2f}"),
+    ("idle", "{idle:.1%}"),
+    ("above bound", "{gap:.1%}"),
+    ("peak", "{peak:.1f}"),
+    ("seconds", "{seconds:.1f}"),
+)
+
+
+def _of_mix(args: argparse.Namespace, name: str, mix: str) -> Row:
+    count, microbatches, steps = map(int, mix.split("x"))
+    together = Adapters.equal(count, microbatches=microbatches, steps=steps, update=args.update)
+    costs = Costs.uniform(pipeline_size=args.ranks, forward=1.0, backward=1.0, weight=args.weight)
+    found, timeline, figures = timed(name, args.ranks, together.num_units, costs, adapters=together)
+    assert found.report is not None
+    work = together.num_units * (2.0 + args.weight) + count * steps * args.update
+    return {
+        "mix": mix,
+        "schedule": name,
+        **figures,
+        "idle": 1 - work / timeline.makespan,
+        "gap": found.report.gap,
+        "peak": max(timeline.peak_memory),
+    }
+
+
 # --- passes that vary
 
 NAMED = ("1f1b", "interleaved", "v-half", "v-zb")
@@ -537,6 +582,16 @@ CASES: dict[str, tuple[Callable[[argparse.Namespace], Row], dict[str, tuple[Any,
             "--shapes": (SHAPES, "microbatches, slices of each and share of attention: M:N:X"),
             "--held": ([1.0, 1.03125, 1.125, 1.25, 1.5, 1.875], "limits, for 8:16:0.5"),
             "--large": (32, "ranks and microbatches of the large one; 0 for none"),
+        },
+    ),
+    "adapters": (
+        adapters,
+        {
+            "--ranks": (8, "pipeline ranks"),
+            "--mixes": (["1x8x1", "8x8x1", "4x8x4", "2x4x4"], "counts, microbatches and steps"),
+            "--schedules": (ADAPTED, "schedules beside auto"),
+            "--weight": (0.02, "seconds of W"),
+            "--update": (0.02, "seconds of an update"),
         },
     ),
     "varied": (

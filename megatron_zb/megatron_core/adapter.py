@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,6 +37,7 @@ from megatron_zb.megatron_core.planned_steps import PlannedLengths, PlannedSteps
 from megatron_zb.megatron_core.post_validation import PostValidation, PostValidationPart
 from megatron_zb.megatron_core.profiled_steps import ProfilePart, ProfileUse
 from megatron_zb.megatron_core.random_streams import LayerStreams, layers_draw_weights
+from megatron_zb.megatron_core.shared_pipeline import AdapterModel, SharedPipelinePart
 from megatron_zb.megatron_core.split_backward import SplitBackward, split_linear_layers
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart, device
@@ -325,6 +326,22 @@ class PipelineAdapter:
 
         self.part(WatchPart).forget_marks()
         graphs.create(capture or type(helper).create_cudagraphs, helper, captured, rank)
+
+    def train_adapters(
+        self, model: AdapterModel, steps_done: Mapping[str, int] | None = None
+    ) -> SharedPipelinePart:
+        """Train the adapters that the schedule was built for; before the first step.
+
+        Args:
+            model: selects and updates the adapters of the model chunks of this rank.
+            steps_done: the steps that each adapter has done before, by name; none if left out.
+
+        Raises:
+            UsageError: the schedule was built for one training.
+        """
+        part = SharedPipelinePart(self.schedule, model, steps_done)
+        self._add(part)
+        return part
 
     def connect_with(self, options: GroupOptions) -> None:
         """Make the process groups of the messages with these options; before the first step."""

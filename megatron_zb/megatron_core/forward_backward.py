@@ -148,7 +148,8 @@ class ForwardBackward:
             if not any(part.run_passes(passes, step) for part in self._parts):
                 self._run_passes(passes, step)
         finalize = step.config.finalize_model_grads_func
-        if finalize is not None and not (step.forward_only or step.is_warm_up):
+        is_training = not (step.forward_only or step.is_warm_up)
+        if finalize is not None and is_training and step.reduces:
             finalize(
                 step.model,
                 step.total_num_tokens if step.config.calculate_per_token_loss else None,

@@ -14,6 +14,7 @@ from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.planned_steps import PlannedLengths, ReadAhead
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
+from megatron_zb.megatron_core.shared_pipeline import SharedPipelinePart
 from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart
@@ -40,6 +41,7 @@ _ORDER: tuple[type[StepPart], ...] = (
     ReadingsPart,
     VocabularyPart,  # its stages run the forwards of the stages of the parts below
     SlicesPart,  # cuts what the readings give
+    SharedPipelinePart,
     ChannelsPart,  # passes on the counter of activations, which a profile may have replaced
     WatchPart,
     SpansPart,

@@ -68,7 +68,7 @@ class MegatronStage(AutogradStage):
             self._user_step,
             step.data_iterators[self.chunk],
             step.model[self.chunk],
-            step.num_microbatches,
+            self._microbatches_of(microbatch),
             activation,
             step.forward_data_store,
             step.config,
@@ -96,6 +96,10 @@ class MegatronStage(AutogradStage):
     @property
     def _vp_stage(self) -> int | None:
         return self.chunk if len(self._step.model) > 1 else None
+
+    def _microbatches_of(self, microbatch: int) -> int:
+        """Return the microbatches of the training step that a microbatch counts for."""
+        return self._step.num_microbatches
 
     def _choose_unit(self, microbatch: int) -> None:
         """Choose the microbatch, or the slice of one, for which the user's functions run next."""

@@ -113,6 +113,8 @@ class Step:
     """Whether this run precedes the step and is undone: nothing is measured. Nothing is reduced in
     it; a run that gives gradients to compare with starts all reductions at its end.
     """
+    reduces: bool = True
+    """Whether the gradients of all microbatches are reduced together, at the end."""
     made_up: Transport | None = None
     """Messages of a warm-up, in which the rank runs without the others and reduces nothing."""
     profiles_pairs: bool = False

@@ -312,7 +312,8 @@ def _bound(placement: Placement, request: Request, limits: Sequence[float]) -> f
     """Return a lower bound in seconds for any schedule of a placement."""
     bound = period_bound if request.back_to_back else lower_bound
     table, m = request.costs.for_placement(placement), request.num_microbatches
-    return bound(placement, m, table, limits, request.rules.grain)
+    least = request.rules.least_seconds(placement, table)
+    return max(least, bound(placement, m, table, limits, request.rules.grain))
 
 
 def _builders(

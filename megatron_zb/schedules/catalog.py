@@ -14,6 +14,7 @@ from megatron_zb.schedules import placement as placements
 from megatron_zb.schedules.auto import auto, candidates, candidates_with_vocabulary
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, check_number
+from megatron_zb.schedules.features.adapters import Adapters, adapter_request, of_adapters
 from megatron_zb.schedules.features.part import Part
 from megatron_zb.schedules.features.recompute_or_offload import in_its_order
 from megatron_zb.schedules.features.slices import Slicing, of_table, sliced_requests
@@ -327,7 +328,7 @@ def build(
     name: str,
     *,
     pipeline_size: int,
-    num_microbatches: int,
+    num_microbatches: int | None = None,
     costs: Costs | None = None,
     memory_limit: Limit | float | None = None,
     chunks: int | None = None,
@@ -337,13 +338,14 @@ def build(
     back_to_back: bool = False,
     quick: bool = False,
     slices: int | Slicing = 1,
+    adapters: Adapters | None = None,
 ) -> Schedule:
     """Build a named schedule for the given costs.
 
     Args:
         name: one of :func:`names`, or ``zbv``.
         pipeline_size: pipeline ranks p, 2 or more.
-        num_microbatches: microbatches m per iteration, 1 or more.
+        num_microbatches: microbatches m per iteration, 1 or more; with adapters, theirs.
         costs: of passes and messages; equal ones (1, 1, 1, no p2p) when left out.
         memory_limit: the most activation memory a rank may hold, as a fraction of 1F1B's peak,
             which is p microbatches of activations on the first rank; or ``Limit(bytes=...)``, the
@@ -359,6 +361,8 @@ def build(
             result is as fast or faster.
         slices: of each microbatch along its sequence, of equal lengths if a number; passes then
             count slices (:mod:`slices`).
+        adapters: trainings that share the pipeline; passes then count the microbatches of all their
+            steps (:mod:`adapters`).
 
     Returns:
         The schedule, validated, with its :class:`Report`.
@@ -373,6 +377,10 @@ def build(
             f"pipeline size {pipeline_size} has nothing to schedule: "
             "pipeline schedules need at least 2 pipeline ranks"
         )
+    if adapters is not None:
+        num_microbatches = _units_of(adapters, num_microbatches)
+    if num_microbatches is None:
+        raise UsageError(f"{chosen.name}: give the number of microbatches, or adapters")
     if num_microbatches < 1:
         raise UsageError(f"{num_microbatches} microbatches were asked for: give 1 or more")
     check_size(chosen.name, pipeline_size * max(chunks or 1, 1), num_microbatches)
@@ -389,6 +397,7 @@ def build(
                 costs,
                 has_fixed_order=not chosen.searches,
                 is_sliced=slicing.slices > 1,
+                has_adapters=adapters is not None,
                 group_size=group_size,
             )
         )
@@ -409,7 +418,23 @@ def build(
     requests = [request]
     if slicing.slices > 1:
         requests = sliced_requests(request, slicing, may_join=chosen.searches)
+    if adapters is not None:
+        requests = [adapter_request(request, adapters)]
     return _fastest(chosen, requests)
+
+
+def _units_of(adapters: Adapters, num_microbatches: int | None) -> int:
+    """Return the microbatches of all steps of adapters.
+
+    Raises:
+        UsageError: another number is given.
+    """
+    if num_microbatches not in (None, adapters.num_units):
+        raise UsageError(
+            f"{num_microbatches} microbatches were asked for, and the adapters have "
+            f"{adapters.num_units} in all their steps: leave the number out"
+        )
+    return adapters.num_units
 
 
 def _fastest(chosen: Family, requests: Sequence[Request]) -> Schedule:
@@ -454,6 +479,8 @@ def from_table(name: str, table: str, request: Mapping[str, Any]) -> Schedule:
     """
     slicing = Slicing.given(request.get("slices") or 1)
     change = None if slicing.slices == 1 else partial(of_table, slicing=slicing)
+    if adapters := request.get("adapters"):
+        change = partial(of_adapters, adapters=adapters)
     costs = request.get("costs")
     parts = [it for it in costs.features if isinstance(it, Part)] if costs is not None else []
     return interchange.from_csv(table, name=family(name).name, change=change, parts=parts)
@@ -544,6 +571,9 @@ def _reported(schedule: Schedule, request: Request) -> Schedule:
         promised = request.limits(schedule.placement, most)
         allowed = tuple(map(max, timeline.peak_memory, promised))
     m, grain = schedule.num_microbatches, request.rules.grain
-    bound = lower_bound(schedule.placement, m, timeline.costs, allowed, grain)
+    bound = max(
+        lower_bound(schedule.placement, m, timeline.costs, allowed, grain),
+        request.rules.least_seconds(schedule.placement, timeline.costs),
+    )
     period = timeline.period if request.back_to_back else None
     return replace(schedule, report=Report(timeline.makespan, bound, period))

@@ -17,6 +17,7 @@ VOCABULARY = "vocabulary"
 COMMUNICATION = "communication"
 PARTS, HOLDING_PARTS = "parts", "parts that hold memory"
 SLICES, GROUPS = "slices", "groups"
+ADAPTERS = "adapters"
 FIXED_ORDER, FIXED_WHOLE = "fixed order", "fixed order of whole microbatches"
 
 
@@ -52,6 +53,8 @@ _HELD = (
     "costs that keep every activation"
 )
 
+_OF_ONE = "its order is that of one training; leave one out"
+
 CONFLICTS = (
     Conflict(RECOMPUTATION, VOCABULARY, _ALL_KEPT),
     Conflict(OFFLOAD, VOCABULARY, _ALL_KEPT),
@@ -64,6 +67,10 @@ CONFLICTS = (
         COMMUNICATION, SLICES, "communication in F and B is of whole microbatches; leave one out"
     ),
     Conflict(PARTS, SLICES, "further passes are of whole microbatches; leave one out"),
+    Conflict(ADAPTERS, VOCABULARY, _OF_ONE),
+    Conflict(ADAPTERS, SLICES, _OF_ONE),
+    Conflict(ADAPTERS, PARTS, _OF_ONE),
+    Conflict(ADAPTERS, COMMUNICATION, _OF_ONE),
     Conflict(GROUPS, VOCABULARY, "its order is searched for, and has no groups; leave one out"),
 )
 
@@ -74,6 +81,7 @@ def requested(
     *,
     has_fixed_order: bool,
     is_sliced: bool,
+    has_adapters: bool = False,
     group_size: int | None = None,
 ) -> dict[str, str]:
     """Return the features that are requested of a schedule, and what errors call them.
@@ -83,6 +91,7 @@ def requested(
         costs: for which it is built.
         has_fixed_order: whether no search looks for its order.
         is_sliced: whether microbatches have several slices.
+        has_adapters: whether several trainings share the pipeline.
         group_size: microbatches that pass a chunk together, if given.
     """
     found: dict[str, str] = {}
@@ -91,6 +100,7 @@ def requested(
             found[each] = f"{found[each]} and {words}" if each in found else words
     further = {
         SLICES: (is_sliced, "token slices"),
+        ADAPTERS: (has_adapters, "adapters"),
         GROUPS: (group_size is not None, f"group_size {group_size}"),
         FIXED_ORDER: (has_fixed_order, name),
         FIXED_WHOLE: (has_fixed_order and not is_sliced, name),  # slices are recomputed in any

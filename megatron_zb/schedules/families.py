@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -75,7 +75,20 @@ def one_f_one_b(request: Request) -> Schedule:
     """Build 1F1B: rank i holds at most p-i microbatches, whatever the costs."""
     block = one_f_one_b_block(request.pipeline_size)
     ranks = fuse_all(block.repeat(request.num_microbatches))
-    return request.ordered("1f1b", block.placement, ranks)
+    schedule = request.ordered("1f1b", block.placement, ranks)
+    return _or_searched(schedule, ranks, request, request.pipeline_size)
+
+
+def _or_searched(
+    schedule: Schedule, order: Sequence[Sequence[Pass]], request: Request, peak: float
+) -> Schedule:
+    """Return a fixed order, or where an update holds passes of it back, what a search finds."""
+    if request.keeps_order(order):
+        return schedule
+    known = [] if schedule.blocked() else [schedule]
+    return PlacementSearch(
+        schedule.name, schedule.placement, request, request.peak(peak), split=False, known=known
+    ).run()
 
 
 def gpipe(request: Request) -> Schedule:
@@ -119,7 +132,9 @@ def interleaved(request: Request) -> Schedule:
     if group < 1:
         raise UsageError(f"interleaved: a group of {group} microbatches is empty: give 1 or more")
     plain = _interleaved(p, m, chunks, group)
-    plain = request.ordered("interleaved", plain.placement, plain.ranks)
+    ranks, peak = plain.ranks, peak_held_chunks(plain.ranks[0]) / chunks
+    plain = request.ordered("interleaved", plain.placement, ranks)
+    plain = _or_searched(plain, ranks, request, peak)
     if not communicates(request.costs.for_placement(plain.placement)):
         return plain
     limits = request.limit.per_rank(request.costs)
@@ -192,7 +207,8 @@ def split_loops(request: Request, chunks: int) -> list[Schedule]:
     p, m = request.pipeline_size, request.num_microbatches
     orders = split_interleaved(p, m, chunks)
     if request.rules.units_at_once == 1:
-        return orders
+        found = [request.completed(order.name, order.placement, order.ranks) for order in orders]
+        return [order for order in found if order.blocked() is None]
     return [each for order in orders for each in in_slices(order, request, m)]
 
 
@@ -294,6 +310,8 @@ def _filled(
         free = replace(request, limit=Limit())
         least = least_memory(ranks, request.costs.for_placement(placement))
         held = max(held, *map(truediv, least, free.limits(placement, 1.0)))
+    if not request.keeps_order(fuse_all(ranks)):
+        return PlacementSearch(name, placement, request, request.peak(peak)).run()
     return place_weight_gradients(name, placement, ranks, request, held)
 
 
@@ -476,6 +494,9 @@ def dualpipe_v(request: Request) -> Schedule:
     peak = request.peak(dualpipe_v_peak(p))
     if request.rules.units_at_once > 1:
         known = [each for order in known for each in in_slices(order, request, peak)]
+    elif not communicates(request.costs.for_placement(v_shape(p))):
+        known = [request.completed(it.name, it.placement, it.ranks) for it in known]
+        known = [order for order in known if order.blocked() is None]
     return PlacementSearch("dualpipe-v", v_shape(p), request, peak, known=known).run()
 
 

@@ -232,8 +232,22 @@ class Request:
 
     def ordered(self, name: str, placement: Placement, ranks: Sequence[Sequence[Pass]]) -> Schedule:
         """Return the schedule of an order of microbatches, whose passes count units."""
-        found = tuple(map(tuple, self.rules.in_units(placement, ranks)))
+        return self.completed(name, placement, self.rules.in_units(placement, ranks))
+
+    def completed(
+        self, name: str, placement: Placement, ranks: Sequence[Sequence[Pass]]
+    ) -> Schedule:
+        """Return the schedule of an order of units, with the passes that follow from it."""
+        found = tuple(map(tuple, self.rules.completed(ranks)))
         return Schedule(name, placement, self.num_microbatches, found, rules=self.rules)
+
+    def keeps_order(self, ranks: Sequence[Sequence[Pass]]) -> bool:
+        """Return whether an order of units stays as it is where passes follow from it."""
+        for before, after in zip(ranks, self.rules.completed(ranks), strict=True):
+            given = set(before)
+            if [p for p in after if p in given] != [*before]:
+                return False
+        return True
 
     def limits(self, placement: Placement, peak_microbatches: float) -> tuple[float, ...]:
         """Return each rank's limit: memory of ``peak_microbatches``, or less if requested.

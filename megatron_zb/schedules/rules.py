@@ -213,6 +213,14 @@ class TrainingRules(Rules):
         """Return an order whose passes count turns as one of what passes work on, as it is."""
         return ranks
 
+    def completed(self, ranks: Sequence[Sequence[Pass]]) -> Sequence[Sequence[Pass]]:
+        """Return an order of F, B and W, or BW, with the passes that follow from it, in place."""
+        return ranks
+
+    def least_seconds(self, placement: Placement, costs: StageCosts) -> float:
+        """Return a lower bound in seconds that follows from what these rules add."""
+        return 0.0
+
     @property
     def joins_weight(self) -> bool:
         """Whether one W runs for several units."""

@@ -617,6 +617,14 @@ def test_the_times_with_pairs_are_those_of_the_results() -> None:
             assert min(r["makespan"] for r in as_much) <= row["makespan"]
 
 
+def test_the_idle_times_of_adapters_are_those_of_the_results() -> None:
+    rows = results("adapters.json")["rows"]
+    page = (ROOT / "docs/schedules.md").read_text(encoding="utf-8")
+    for name in dict.fromkeys(row["schedule"] for row in rows):
+        idle = " | ".join(f"{row['idle']:.1%}" for row in rows if row["schedule"] == name)
+        assert f"| `{name}` | {idle} |" in page
+
+
 def test_the_page_of_recipes_is_made_from_the_results() -> None:
     script = load_script("make_recipes")
     made = "\n\n".join(block.rstrip("\n") for block in script.lines()) + "\n"

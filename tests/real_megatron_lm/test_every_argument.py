@@ -26,6 +26,7 @@ install()
 from megatron.training.arguments import add_megatron_arguments
 from other_values import check, pairs
 parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+del parser.error  # it would end this process with a sentence where a value does not fit
 flags = set(parser._option_string_actions)
 names = set()
 for pair in pairs(parser, [], int(sys.argv[2])):

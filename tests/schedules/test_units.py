@@ -38,7 +38,8 @@ def schedule_of(placement: Placement, columns: Units, *ranks: str) -> Schedule:
 # --- two directions: stages 0, 1 down the ranks, their copies 2, 3 on the way up
 
 BOTH_WAYS = Placement("both ways", 2, (0, 1, 1, 0))
-DIRECTIONS = Units.of([(0, 1), (2, 3)])
+WAYS = ((0, 1), (2, 3))
+DIRECTIONS = Units.of(WAYS)
 TWO = (
     "0F0 3F1 3I1 3W1 0I0 0W0",
     "2F1 1F0 1I0 1W0 2I1 2W1",
@@ -160,7 +161,7 @@ def test_units_without_columns_are_refused() -> None:
 def run_both_ways() -> dict[int, torch.Tensor]:
     schedule = schedule_of(BOTH_WAYS, DIRECTIONS, *TWO)
     channels = Channels([0, 1], schedule.placement, "cpu")
-    layers, stages = layers_of_a_rank(schedule.placement, {way[-1] for way in DIRECTIONS.route})
+    layers, stages = layers_of_a_rank(schedule.placement, {way[-1] for way in WAYS})
     rank = torch.distributed.get_rank()
     run_program(lower(schedule), rank, stages, channels, empty_message)
     channels.close()
@@ -170,7 +171,7 @@ def run_both_ways() -> dict[int, torch.Tensor]:
 def test_two_directions_run_on_two_ranks(ranks: RankPools) -> None:
     first, second = ranks(2).run(run_both_ways)
     found = first | second
-    for unit, route in enumerate(DIRECTIONS.route):
+    for unit, route in enumerate(WAYS):
         queue = WeightGradQueue()
         layers = [Layer(stage, queue) for stage in route]
         x = toy_input(unit).requires_grad_()

@@ -14,14 +14,15 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_zb.plan import workers
-from megatron_zb.schedules.features import pairs, vocabulary
+from megatron_zb.schedules.features import pairs, recomputation, vocabulary
 from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import hill_climbing, kernels, placement_search
 from megatron_zb.schedules.search.hill_climbing import Found, Problem, search
 from megatron_zb.schedules.search.runner import Effort
 
-_search_pairs = pairs.search_pairs
+_search_pairs, _SECONDS = pairs.search_pairs, recomputation.SECONDS
+_BRIEF_SECONDS = 0.2
 _NO_EFFORT = Effort(0, 0)
 _MOST = Effort(runs=100, moves=1000)
 _MOST_WALKED = Effort(runs=60, moves=500)
@@ -37,6 +38,7 @@ def briefly() -> Iterator[None]:
             patch.setattr(hill_climbing, "engine", lambda passes: kernels.engine(float("inf")))
             for module in (pairs, vocabulary):
                 patch.setattr(module, "search_pairs", brief_search_of_pairs)
+            patch.setattr(recomputation, "SECONDS", _BRIEF_SECONDS)
             # a planner's other processes would search at length, once it has taken a while
             patch.setattr(workers, "AFTER", math.inf)
         yield
@@ -51,6 +53,7 @@ def at_length() -> Iterator[None]:
         patch.setattr(hill_climbing, "engine", kernels.engine)
         for module in (pairs, vocabulary):
             patch.setattr(module, "search_pairs", _search_pairs)
+        patch.setattr(recomputation, "SECONDS", _SECONDS)
         yield
 
 

@@ -123,6 +123,11 @@ def _offloaded(orders: Sequence[Schedule], search: LimitedSearch) -> list[Schedu
     if request.rules.units_at_once > 1:  # W of slices are many, and may come late
         split += [early for it in split if (early := with_early_weights(it)).ranks != it.ranks]
     offloaded = [place_offload(order, request.costs, limit) for order in split]
+    for order, found in zip([*split], [*offloaded], strict=True):
+        early = with_early_weights(order)  # what waits for W is not offloaded
+        if found is None and early.ranks != order.ranks:
+            split.append(early)
+            offloaded.append(place_offload(early, request.costs, limit))
     timelines = [(simulate(s, request.costs), i) for i, s in enumerate(offloaded) if s is not None]
     if "kept_input" in search.problem.costs.memory and timelines:
         fastest, at = min(timelines, key=lambda entry: request.seconds(entry[0]))

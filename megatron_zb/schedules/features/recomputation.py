@@ -43,7 +43,7 @@ from megatron_zb.schedules.search.inner_loops import RecomputeCosts
 from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.place_w import fuse_for_free
 from megatron_zb.schedules.search.placement_search import LimitedSearch
-from megatron_zb.schedules.search.problem import Problem
+from megatron_zb.schedules.search.problem import OTHERS, Problem
 from megatron_zb.schedules.search.runner import (
     RECOMPUTE,
     Coded,
@@ -287,7 +287,7 @@ def _with_r(
             line.put(code, float(memory[code]))
 
     def put_r(unit: int) -> None:
-        line.put(codes.weights + unit, float(saved[unit]))
+        line.put(codes.total + unit, float(saved[unit]))
 
     for place, p in enumerate(passes):
         unit = codes.of(PassKind.F, p.stage, p.microbatch)
@@ -313,6 +313,8 @@ def _with_r(
             if weight in pending:
                 pending.remove(weight)
                 line.put(weight, float(memory[weight]))
+        elif p.kind in OTHERS:
+            line.put(codes.of(*p), float(memory[codes.of(*p)]))
     line.codes += pending
     return line if max(line.held) <= limit else None
 
@@ -320,10 +322,10 @@ def _with_r(
 def _without_room(runner: Runner, line: _Rank, limit: float) -> set[int]:
     """Return the units that are not kept; those are whose B follows their F soonest."""
     assert runner.recompute is not None
-    weights, saved = runner.inputs.weights, runner.recompute.saved
+    again, saved = runner.inputs.again, runner.recompute.saved
     place = {code: i for i, code in enumerate(line.codes)}
     spans = {
-        code: Interval(place[code], place[weights + code], float(saved[code]))
+        code: Interval(place[code], place[again + code], float(saved[code]))
         for code in line.codes
         if code < runner.block
     }

@@ -219,7 +219,7 @@ def one_at_a_time(problem: Problem) -> Schedule:
                 yield from (Pass(kind, stage, first + turn) for turn in range(n))
 
     ranks = [[p for j in range(0, m, n) for p in passes(held, j)] for held in placement.stages_of]
-    found = tuple(map(tuple, rules.of_turns(ranks)))
+    found = tuple(map(tuple, rules.completed(rules.of_turns(ranks))))
     return Schedule("one at a time", placement, m, found, rules=rules)
 
 

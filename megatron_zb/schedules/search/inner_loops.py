@@ -28,7 +28,7 @@ class Graph(NamedTuple):
     A *row* is a kind of pass on one stage. Its passes have the codes ``first[row]`` to
     ``first[row + 1] - 1``, in the order in which its rank runs them. The rows of F come first, with
     the codes below ``forwards``, then those of B, below ``backwards``, then those of W, below
-    ``weights``. An R, where orders have it, has the code of its F plus ``weights``. Unless
+    ``weights``. An R, where orders have it, has the code of its F plus ``again``. Unless
     ``split``, no pass of W has a code, and ``after`` has its seconds by code of B.
 
     By code are: the ``row``, the ``rank``, the ``cell`` (the F of the same unit and stage), the
@@ -44,8 +44,8 @@ class Graph(NamedTuple):
     fill ``room[r]``; ``work[r]`` are the seconds of all its passes; ``tail_seconds[r]`` follow its
     last pass before it counts as done.
 
-    Passes of a vocabulary-parallel output layer, and updates, have the codes from ``weights`` on,
-    and their inputs are :class:`Edges`.
+    Passes of a vocabulary-parallel output layer, and updates, have the codes from ``weights`` to
+    ``again``, and their inputs are :class:`Edges`.
     """
 
     pipeline_size: int
@@ -53,6 +53,7 @@ class Graph(NamedTuple):
     forwards: int
     backwards: int
     weights: int
+    again: int
     split: bool
     first: Any
     stage: Any
@@ -624,7 +625,7 @@ def replay(
 
     Returns the number of passes that ran, the makespan, the sum of all ends, and the last pass.
     """
-    p, weights = graph.pipeline_size, graph.weights
+    p, weights, again = graph.pipeline_size, graph.weights, graph.again
     rank_of, maker, reader, place = graph.rank, graph.maker, graph.reader, graph.place
     seconds, latency, tail_seconds = graph.seconds, graph.latency, graph.tail_seconds
     end, predecessor, position = space.end, space.predecessor, space.position
@@ -677,8 +678,8 @@ def replay(
                             reason = need
             if recompute is None:
                 finish = start + seconds[code]
-            elif code >= weights:
-                finish = start + recompute.seconds[code - weights] * flags[code - weights]
+            elif code >= again:
+                finish = start + recompute.seconds[code - again] * flags[code - again]
             else:
                 finish = start + seconds[code]
             if not graph.split and code < weights:
@@ -759,19 +760,19 @@ def fits(
     r: int,
 ) -> bool:
     """Return whether a rank keeps its memory limit, and holds the logits of few units."""
-    memory, limit, weights = graph.memory, graph.limit[r], graph.weights
+    memory, limit, weights, again = graph.memory, graph.limit[r], graph.weights, graph.again
     held, logits = 0.0, 0.0
     for i in range(graph.place[r], graph.place[r + 1]):
         code = order[i]
         if edges is not None:
-            if code >= weights:
+            if code >= weights and code < again:
                 logits += graph.flight[code]
                 if logits > edges.most:
                     return False
         if recompute is None:
             held += memory[code]
-        elif code >= weights:
-            held += recompute.saved[code - weights] * flags[code - weights]
+        elif code >= again:
+            held += recompute.saved[code - again] * flags[code - again]
         else:
             held += memory[code]
             if code < graph.forwards:
@@ -814,7 +815,8 @@ def move_pass(
     first = graph.place[r]
     last = graph.place[r + 1] - 1
     if recompute is not None:
-        if code >= graph.weights or choice % 16 == 0:
+        is_of_f = cell[code] < graph.forwards  # an update is of no F
+        if is_of_f and (code >= graph.again or choice % 16 == 0):
             unit = cell[code]
             if flags[unit] == 0:
                 rng = (rng * 1103515245 + 12345) % _MODULUS
@@ -825,8 +827,9 @@ def move_pass(
                 if choice % 2 == 0:
                     rng = (rng * 1103515245 + 12345) % _MODULUS
                     other = cell[order[first + (rng >> 8) % (last + 1 - first)]]
-                    if other != unit and flags[other] == 0 and recompute.saved[other] > 0.0:
-                        flags[other] = 1
+                    if other < graph.forwards and other != unit and flags[other] == 0:
+                        if recompute.saved[other] > 0.0:
+                            flags[other] = 1
                 if fits(graph, edges, recompute, order, flags, r):
                     return rng, r
                 restore(graph, space, order, flags)

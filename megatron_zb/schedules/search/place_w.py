@@ -308,8 +308,7 @@ def place_weight_gradients(
         found for each in _EAGERNESS if (found := filler.fill(each, of_shards=0.0)) is not None
     ]
     best = min(filled, key=lambda found: found.seconds(back_to_back=request.back_to_back))
-    ranks = filler.passes_of(best)
-    schedule = Schedule(name, placement, m, ranks, rules=request.rules)
+    schedule = request.completed(name, placement, filler.passes_of(best))
     return fuse_for_free(schedule, request.costs)
 
 
@@ -320,11 +319,16 @@ def squeezed_if_it_fits(
     request: Request,
     peak_microbatches: float,
 ) -> list[Schedule]:
-    """Return the squeezed order as the one known schedule, or none if the limit is too low."""
+    """Return the squeezed order as the one known schedule.
+
+    There is none if the limit is too low, or if an update holds passes of the order back.
+    """
     costs = request.costs.for_placement(placement)
     limit = request.limits(placement, peak_microbatches)
     needs = least_memory(order, costs, request.rules)
     if any(need > most * (1 + 1e-9) for need, most in zip(needs, limit, strict=True)):
+        return []
+    if not request.keeps_order(fuse_all(order)):
         return []
     return [place_weight_gradients(name, placement, order, request, peak_microbatches)]
 

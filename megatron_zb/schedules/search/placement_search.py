@@ -177,9 +177,10 @@ def bound_of(problem: Problem) -> float:
         *(problem.placement, problem.num_microbatches, problem.costs, problem.limit),
         problem.rules.grain,
     )
+    least = max(lower_bound(*sizes), problem.rules.least_seconds(problem.placement, problem.costs))
     if not problem.tail_seconds:
-        return lower_bound(*sizes)
-    return max(lower_bound(*sizes), max(problem.tail_seconds) + period_bound(*sizes))
+        return least
+    return max(least, max(problem.tail_seconds) + period_bound(*sizes))
 
 
 def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], Found]) -> Found:

@@ -91,7 +91,7 @@ class Codes:
     ``rows`` are the kind and stage of each row, ``turns`` its units in the order in which a rank
     runs them, and ``first`` the code of the first of them. Codes of F end before ``forwards``,
     those of B before ``backwards``, those of W before ``weights``, and all before ``total``. The R
-    of an F has the code of the F plus ``weights``.
+    of an F has the code of the F plus ``total``.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Codes:
     def of(self, kind: PassKind, stage: int, unit: int) -> int:
         """Return the code of a pass; that of a B is also that of a BW."""
         if kind is _R:
-            return self.weights + self.of(_F, stage, unit)
+            return self.total + self.of(_F, stage, unit)
         if (kind, stage) not in self.number:
             kind = _B if kind is _BW else _BW
         row = self.number[kind, stage]
@@ -139,7 +139,7 @@ class Codes:
 
     @cached_property
     def passes(self) -> list[Pass]:
-        """Passes by code, with the R of all units behind those of W."""
+        """Passes by code, with the R of all units behind all others."""
         found = []
         for (kind, stage), turns in zip(self.rows, self.turns, strict=True):
             for unit in turns:
@@ -187,6 +187,7 @@ def graph_of(problem: Problem, make: Engine, *, pairs: bool, with_r: bool) -> Gr
         forwards=codes.forwards,
         backwards=codes.backwards,
         weights=codes.weights,
+        again=codes.total,
         split=codes.split,
         first=make.integers(codes.first),
         stage=make.integers(stages),
@@ -258,7 +259,8 @@ def edges_of(problem: Problem, make: Engine) -> Edges | None:
             makers[reader].append((maker, lag))
 
     def flat(lists: list[list[tuple[int, float]]]) -> tuple[Any, Any, Any]:
-        first = make.integers([*accumulate(map(len, lists), initial=0)])
+        none: list[int] = [0] * codes.forwards  # of an R
+        first = make.integers([*accumulate([*map(len, lists), *none], initial=0)])
         each = [entry for entries in lists for entry in entries]
         return first, make.integers([at for at, _ in each]), make.floats([lag for _, lag in each])
 

@@ -264,12 +264,12 @@ class Runner:
     def passes(self, coded: Coded) -> tuple[tuple[Pass, ...], ...]:
         """Decode the passes of an order; an R of what is not recomputed is left out."""
         order, flags = coded
-        of_code, weights = self.problem.codes.passes, self.inputs.weights
+        of_code, again = self.problem.codes.passes, self.inputs.again
         return tuple(
             tuple(
                 of_code[code]
                 for code in map(int, order[first:last])
-                if code < weights or self.edges is not None or flags[code - weights]
+                if code < again or flags[code - again]
             )
             for first, last in pairwise(self.inputs.place)
         )

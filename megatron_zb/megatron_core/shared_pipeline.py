@@ -1,0 +1,157 @@
+"""Several adapters in one pipeline, each trained as it would be alone.
+
+Every pass of a microbatch runs with its adapter: F, R, B and W select it before anything else. So
+an activation that is recomputed, or a weight gradient that comes later, does not read what another
+adapter has left behind. The loss of a microbatch counts for a step of its adapter, and its layers
+draw the random numbers of that step. An update of a stage runs in the middle of the step, between
+passes of other adapters: see :mod:`megatron_zb.schedules.features.adapters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.stages import MegatronStage
+from megatron_zb.megatron_core.step import Step, StepPart
+from megatron_zb.runtime.executor import Handler
+from megatron_zb.schedules.features.adapters import AdapterRules
+from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.schedule import Schedule
+
+_T = TypeVar("_T")
+
+
+class AdapterModel(Protocol):
+    """Model chunks of a rank with adapters, and an optimizer for each of these."""
+
+    def select(self, chunk: int, adapter: str) -> None:
+        """Let a chunk compute with an adapter from now on."""
+
+    def update(self, chunk: int, adapter: str) -> None:
+        """Reduce the gradients of an adapter in a chunk, step its optimizer, and clear them.
+
+        No other rank of the pipeline need be there yet.
+        """
+
+
+class AdapterStage(MegatronStage):
+    """Stage that computes every microbatch with its adapter."""
+
+    def __init__(self, *arguments: Any, adapters: SharedPipelinePart) -> None:
+        self._adapters = adapters
+        super().__init__(*arguments)
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+        self._select(microbatch)
+        return super().forward(microbatch, activation)
+
+    def recompute(self, microbatch: int) -> None:
+        self._select(microbatch)
+        super().recompute(microbatch)
+
+    def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        self._select(microbatch)
+        return super().backward_input(microbatch, gradient)
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        self._select(microbatch)
+        return super().backward(microbatch, gradient)
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._select(microbatch)
+        super().backward_weight(microbatch)
+
+    def update(self, microbatch: int) -> None:
+        """Update the adapter of a microbatch, the first of a step, on this stage."""
+        if not (self._step.is_rehearsal or self._step.is_warm_up):
+            name = self._adapters.rules.at(microbatch)[0].name
+            self._adapters.model.update(self.chunk, name)
+
+    def _select(self, microbatch: int) -> None:
+        if not self._step.forward_only:
+            name = self._adapters.rules.at(microbatch)[0].name
+            self._adapters.model.select(self.chunk, name)
+
+    def _microbatches_of(self, microbatch: int) -> int:
+        if self._step.forward_only:
+            return super()._microbatches_of(microbatch)
+        return self._adapters.rules.at(microbatch)[0].microbatches
+
+    def _choose_streams(self, microbatch: int) -> None:
+        if self.streams is None or self._step.forward_only:
+            super()._choose_streams(microbatch)
+            return
+        adapter, step, own = self._adapters.rules.at(microbatch)
+        self.streams.start_step(self._adapters.steps_done[adapter.name] + step)
+        self.streams.start_pass(own)
+
+
+class SharedPipelinePart(StepPart):
+    """Trains the adapters of a schedule; an evaluation runs with what its caller has selected.
+
+    Args:
+        schedule: one that was built for adapters.
+        model: the chunks of this rank.
+        steps_done: the steps that each adapter has done before, by name; none if left out.
+
+    Raises:
+        UsageError: the schedule has no adapters.
+    """
+
+    handlers: Mapping[PassKind, Handler] = {  # noqa: RUF012
+        PassKind.U: lambda stage, microbatch: stage.update(microbatch)
+    }
+
+    def __init__(
+        self, schedule: Schedule, model: AdapterModel, steps_done: Mapping[str, int] | None = None
+    ) -> None:
+        if not isinstance(schedule.rules, AdapterRules):
+            raise UsageError(
+                f"{schedule.name}: the schedule was built for one training: give build() adapters"
+            )
+        self.rules, self.model = schedule.rules, model
+        names = [adapter.name for adapter in self.rules.adapters.each]
+        self.steps_done = dict.fromkeys(names, 0) | dict(steps_done or {})
+
+    def before_step(self, step: Step) -> None:
+        """Refuse what is of one training.
+
+        Raises:
+            UsageError: the loss is per token, whose number is that of all adapters.
+        """
+        if step.forward_only:
+            return
+        if step.config.calculate_per_token_loss:
+            raise UsageError(
+                "adapters in one pipeline: calculate_per_token_loss divides by the tokens of all "
+                "adapters: leave it out"
+            )
+        step.reduces = False  # each update reduces its own gradients
+
+    def stage_type(self, number: int, step: Step) -> Callable[..., Any]:
+        return partial(AdapterStage, adapters=self)
+
+    def after_step(self, step: Step) -> None:
+        if not step.forward_only:
+            for adapter in self.rules.adapters.each:
+                self.steps_done[adapter.name] += adapter.steps
+
+    def merged(self, of_adapters: Mapping[str, Iterator[_T]]) -> Iterator[_T]:
+        """Yield the data of all adapters in the order in which a chunk reads them."""
+        for unit in range(len(self.rules.columns)):
+            yield next(of_adapters[self.rules.at(unit)[0].name])
+
+    def by_adapter(self, values: Sequence[_T]) -> dict[str, list[list[_T]]]:
+        """Return one value of each microbatch by adapter and step, such as its loss."""
+        found: dict[str, list[list[_T]]] = {
+            adapter.name: [[] for _ in range(adapter.steps)] for adapter in self.rules.adapters.each
+        }
+        for unit, value in enumerate(values):
+            adapter, step, _ = self.rules.at(unit)
+            found[adapter.name][step].append(value)
+        return found

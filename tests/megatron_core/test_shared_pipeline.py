@@ -1,0 +1,192 @@
+"""Several LoRA adapters in one pipeline: each is, bit for bit, what it is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import isnan, nan
+from typing import Any
+
+import pytest
+import torch
+from brief_searches import briefly
+from gpt_cases import GPTCase, built, forward_backward, microbatches
+from lora_layers import LoRALayers
+from ranks import RankPools
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.shared_pipeline import SharedPipelinePart
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.adapters import Adapter, AdapterRules, Adapters
+from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.schedule import Schedule
+
+WINDOW = Adapters(tuple(Adapter(name, m) for name, m in zip("abcd", (4, 2, 3, 4), strict=True)))
+STREAM = Adapters((Adapter("a", 4, 3), Adapter("b", 2, 3), Adapter("c", 3, 2), Adapter("d", 2, 4)))
+CALLS = 2
+"""Calls of the schedule: a window or a part of a stream each."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank has of each adapter: weights by name, losses by step, and updates in order."""
+
+    weights: dict[str, dict[str, torch.Tensor]]
+    losses: dict[str, list[list[float]]]
+    updates: list[tuple[int, str]]
+
+
+def of_adapters(name: str, p: int, adapters: Adapters, *, recomputes: bool = False) -> Schedule:
+    costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=0.02)
+    limit = None
+    if recomputes:
+        costs, limit = costs.having(Recomputation(kept_input=0.05)), 0.5
+    with briefly():
+        return schedules.build(
+            name, pipeline_size=p, adapters=adapters, costs=costs, memory_limit=limit
+        )
+
+
+def train(case: GPTCase, schedule: Schedule, broken: str = "") -> Trained:
+    """Train the adapters of a schedule, one of them on losses that are no numbers."""
+    assert isinstance(schedule.rules, AdapterRules)
+    adapters = schedule.rules.adapters
+    names = [adapter.name for adapter in adapters.each]
+    with built(case, schedule, adapters.num_units, lambda: 0) as (pipeline, chunks):
+        assert pipeline is not None
+        model = LoRALayers(chunks, names, case.grad_scale)
+        part = pipeline.train_adapters(model)
+        losses: dict[str, list[list[float]]] = {name: [] for name in names}
+        for call in range(CALLS):
+            data = [part.merged(_data(case, adapters, call, broken)) for _ in chunks]
+            records = forward_backward(
+                pipeline.forward_backward_func, chunks, data, adapters.num_units
+            )
+            values = [float(record["lm loss"]) for record in records]
+            for adapter, of_steps in part.by_adapter(values).items() if values else ():
+                losses[adapter] += of_steps
+    return Trained({name: model.values(name) for name in names}, losses, model.updates)
+
+
+def _data(case: GPTCase, adapters: Adapters, call: int, broken: str) -> dict[str, Iterator[Any]]:
+    """The microbatches of each adapter, others in every call."""
+    return {
+        it.name: _data_of(case, it, call, nan if it.name == broken else 1.0) for it in adapters.each
+    }
+
+
+def _data_of(case: GPTCase, adapter: Adapter, call: int, factor: float) -> Iterator[Any]:
+    count = adapter.microbatches * adapter.steps
+    for batch in microbatches(case, count, 100 * ord(adapter.name) + call * count):
+        yield {**batch, "loss_mask": factor * batch["loss_mask"]}
+
+
+def check_each_is_as_alone(
+    pools: RankPools,
+    world: int,
+    case: GPTCase,
+    name: str,
+    adapters: Adapters,
+    *,
+    recomputes: bool = False,
+    broken: str = "",
+) -> None:
+    p = world // (case.data_parallel * case.tensor_parallel)
+    schedule = of_adapters(name, p, adapters, recomputes=recomputes)
+    assert bool(schedule.recomputed) == recomputes
+    together = pools(world).run(train, case=case, schedule=schedule, broken=broken)
+    for adapter in adapters.each:
+        if adapter.name == broken:
+            continue
+        own = of_adapters(name, p, Adapters((adapter,)), recomputes=recomputes)
+        alone = pools(world).run(train, case=case, schedule=own)
+        losses = [of.losses[adapter.name] for of in alone]
+        assert losses == [of.losses[adapter.name] for of in together]
+        for of_rank in filter(None, losses):
+            assert len({*map(tuple, of_rank)}) == CALLS * adapter.steps
+        for ours, theirs in zip(together, alone, strict=True):
+            check_equal(ours.weights[adapter.name], theirs.weights[adapter.name])
+            for chunk in {chunk for chunk, _ in ours.updates}:
+                assert ours.updates.count((chunk, adapter.name)) == CALLS * adapter.steps
+
+
+def check_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours and ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+        assert value.isfinite().all()
+
+
+BASE = GPTCase(wrapped=False)
+
+
+@pytest.mark.parametrize("adapters", [WINDOW, STREAM], ids=["window", "stream"])
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "v-zb", "interleaved"])
+def test_each_adapter_is_what_it_is_alone(ranks: RankPools, name: str, adapters: Adapters) -> None:
+    check_each_is_as_alone(ranks, 2, BASE, name, adapters)
+
+
+EXPERTS = (("num_moe_experts", 4), ("moe_router_topk", 2), ("moe_ffn_hidden_size", 32))
+WHOLE_LAYERS = (
+    ("recompute_granularity", "full"),
+    ("recompute_method", "uniform"),
+    ("recompute_num_layers", 1),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "v-zb", "interleaved"])
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        (4, replace(BASE, layers=8)),
+        (2, replace(BASE, options=WHOLE_LAYERS)),
+        (2, replace(BASE, dropout=0.1, drawn=True)),
+        (4, replace(BASE, data_parallel=2)),
+        (4, replace(BASE, tensor_parallel=2)),
+        (2, replace(BASE, options=EXPERTS)),
+        (2, replace(BASE, dtype="bfloat16")),
+        (2, replace(BASE, dtype="float16", grad_scale=1024.0)),
+        (2, replace(BASE, lengths=(16, 8, 12))),
+    ],
+    ids=["4", "recompute", "dropout", "DP", "TP", "MoE", "bf16", "fp16", "lengths"],
+)
+def test_each_is_with_other_models_what_it_is_alone(
+    ranks: RankPools, world: int, case: GPTCase, name: str
+) -> None:
+    check_each_is_as_alone(ranks, world, case, name, STREAM)
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-zb"])
+def test_a_recomputed_forward_runs_with_its_adapter(ranks: RankPools, name: str) -> None:
+    check_each_is_as_alone(ranks, 2, BASE, name, STREAM, recomputes=True)
+
+
+def test_losses_that_are_no_numbers_stay_with_their_adapter(ranks: RankPools) -> None:
+    check_each_is_as_alone(ranks, 2, BASE, "v-zb", STREAM, broken="b")
+    for of_rank in ranks(2).run(
+        train, case=BASE, schedule=of_adapters("v-zb", 2, STREAM), broken="b"
+    ):
+        losses = [loss for of_step in of_rank.losses["b"] for loss in of_step]
+        assert all(map(isnan, losses))
+        assert not any(it.isfinite().all() for it in of_rank.weights["b"].values())
+
+
+def refused() -> str:
+    """Train adapters under a schedule that was built for one training, and by the tokens of all."""
+    plain = schedules.build("1f1b", pipeline_size=2, num_microbatches=4)
+    said = []
+    with pytest.raises(UsageError) as error:
+        SharedPipelinePart(plain, LoRALayers([], []))
+    said.append(str(error.value))
+    case = replace(BASE, per_token_loss=True)
+    with pytest.raises(UsageError) as error:
+        train(case, of_adapters("1f1b", 2, WINDOW))
+    return "; ".join([*said, str(error.value)])
+
+
+def test_what_cannot_be_trained_is_refused_in_a_sentence(ranks: RankPools) -> None:
+    for said in ranks(2).run(refused):
+        assert "1f1b: the schedule was built for one training" in said
+        assert "calculate_per_token_loss divides by the tokens of all adapters" in said
