@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -103,7 +103,7 @@ class SharedPipelinePart(StepPart):
         UsageError: the schedule has no adapters.
     """
 
-    handlers: Mapping[PassKind, Handler] = {  # noqa: RUF012
+    handlers: Mapping[PassKind, Handler] = {
         PassKind.U: lambda stage, microbatch: stage.update(microbatch)
     }
 
