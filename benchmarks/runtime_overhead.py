@@ -14,6 +14,9 @@ every order also runs without its pairs.
 With --memory-limit, --recompute and --offload, schedules recompute activations, or
 move them to the host: threads sleep for the copies.
 
+With --adapters, several adapters share the pipeline: C of them, each with M microbatches in a step
+and S steps. A frozen base has a short W, such as --milliseconds 20 20 0.4.
+
 With --watchdog it compares something else: steps that a watchdog and its progress observer look at
 with steps that nobody looks at, in pairs, one after the other. The ratio of a pair is what they
 cost; the JSON line has the median, the quartiles around it, and what a look into the store and a
@@ -42,6 +45,7 @@ from rich.table import Table
 from megatron_zb import schedules
 from megatron_zb.runtime.progress import RankProgress
 from megatron_zb.runtime.watchdog import Inquiry, Watchdog, WatchedRank
+from megatron_zb.schedules.features.adapters import Adapters
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
@@ -54,6 +58,7 @@ MOST_OF_ANY, MOST_OF_MEDIAN = 1.04, 1.02
 """What a step may take of the simulated one: under any schedule, and in the median of them."""
 _TIMEOUT = 540.0  # seconds: the default of --pipeline-timeout
 _CALLS = 20_000  # to time one by itself
+_UPDATE = 0.0005  # seconds of an adapter's update on a rank
 
 
 def main() -> int:
@@ -105,11 +110,25 @@ def _arguments() -> argparse.Namespace:
         metavar="SHARE",
         help="let it offload activations, each way in a share of F, B and W",
     )
+    parser.add_argument(
+        "--adapters",
+        metavar="CxMxS",
+        help="in place of --microbatches: C adapters, M microbatches of a step, S steps, and an "
+        "update of half a millisecond",
+    )
     parser.add_argument("--schedules", nargs="*", default=schedules.names(), metavar="NAME")
     parser.add_argument(
         "--watchdog", action="store_true", help="what watching costs; repetitions are pairs then"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.adapters:
+        args.microbatches = _adapters(args).num_units
+    return args
+
+
+def _adapters(args: argparse.Namespace) -> Adapters:
+    count, microbatches, steps = map(int, args.adapters.split("x"))
+    return Adapters.equal(count, microbatches=microbatches, steps=steps, update=_UPDATE)
 
 
 def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, result: str) -> None:
@@ -157,6 +176,7 @@ def _built_once(
             num_microbatches=args.microbatches,
             costs=costs,
             memory_limit=args.memory_limit,
+            adapters=_adapters(args) if args.adapters else None,
         )
     dist.broadcast_object_list(found)
     schedule: schedules.Schedule = found[0]

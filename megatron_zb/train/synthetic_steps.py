@@ -14,7 +14,12 @@ import torch.distributed as dist
 
 from megatron_zb import schedules
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.runtime.executor import PairHandler, one_after_the_other, run_program
+from megatron_zb.runtime.executor import (
+    TRAINING,
+    PairHandler,
+    one_after_the_other,
+    run_program,
+)
 from megatron_zb.runtime.progress import RankProgress
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.stage_costs import StageCosts
@@ -40,6 +45,9 @@ def _sleep_exactly() -> None:
     set_timer_slack = 29
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(set_timer_slack, ctypes.c_ulong(1))
+
+
+_HANDLERS = {**TRAINING, PassKind.U: lambda stage, microbatch: stage.update(microbatch)}
 
 
 class SyntheticStage:
@@ -68,6 +76,9 @@ class SyntheticStage:
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self.run(PassKind.BW, microbatch)
         return self.output(PassKind.BW)
+
+    def update(self, microbatch: int) -> None:
+        self.run(PassKind.U, microbatch)
 
     def output(self, kind: PassKind) -> torch.Tensor | None:
         """Return the message of a pass, None where no other stage reads one."""
@@ -118,6 +129,7 @@ class SyntheticSteps:
                 self.channels,
                 lambda message: torch.empty(64),
                 progress,
+                handlers=_HANDLERS,
                 pairs=self._pairs,
             )
         elapsed = torch.tensor(time.perf_counter() - start)
