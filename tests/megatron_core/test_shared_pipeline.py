@@ -121,8 +121,19 @@ def check_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 BASE = GPTCase(wrapped=False)
 
 
-@pytest.mark.parametrize("adapters", [WINDOW, STREAM], ids=["window", "stream"])
-@pytest.mark.parametrize("name", ["1f1b", "v-half", "v-zb", "interleaved"])
+@pytest.mark.parametrize(
+    ("name", "adapters"),
+    [
+        pytest.param("v-half", WINDOW, id="v-half-window"),
+        pytest.param("v-zb", STREAM, id="v-zb-stream"),
+        pytest.param("1f1b", STREAM, id="1f1b-stream"),
+        pytest.param("1f1b", WINDOW, id="1f1b-window", marks=pytest.mark.slow),
+        pytest.param("v-half", STREAM, id="v-half-stream", marks=pytest.mark.slow),
+        pytest.param("v-zb", WINDOW, id="v-zb-window", marks=pytest.mark.slow),
+        pytest.param("interleaved", WINDOW, id="interleaved-window", marks=pytest.mark.slow),
+        pytest.param("interleaved", STREAM, id="interleaved-stream", marks=pytest.mark.slow),
+    ],
+)
 def test_each_adapter_is_what_it_is_alone(ranks: RankPools, name: str, adapters: Adapters) -> None:
     check_each_is_as_alone(ranks, 2, BASE, name, adapters)
 
@@ -158,7 +169,7 @@ def test_each_is_with_other_models_what_it_is_alone(
     check_each_is_as_alone(ranks, world, case, name, STREAM)
 
 
-@pytest.mark.parametrize("name", ["v-half", "v-zb"])
+@pytest.mark.parametrize("name", ["v-half", pytest.param("v-zb", marks=pytest.mark.slow)])
 def test_a_recomputed_forward_runs_with_its_adapter(ranks: RankPools, name: str) -> None:
     check_each_is_as_alone(ranks, 2, BASE, name, STREAM, recomputes=True)
 
