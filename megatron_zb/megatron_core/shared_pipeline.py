@@ -1,4 +1,4 @@
-"""Several adapters in one pipeline, each trained as it would be alone.
+"""Several adapters in one pipeline, each trained as in a separate run.
 
 Every pass of a microbatch runs with its adapter: F, R, B and W select it before anything else. So
 an activation that is recomputed, or a weight gradient that comes later, does not read what another
@@ -16,14 +16,25 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.data_parallel import overlaps_grad_reduce
+from megatron_zb.megatron_core.post_validation import PostValidationPart
+from megatron_zb.megatron_core.profiled_steps import ProfilePart
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart
+from megatron_zb.megatron_core.verification import Verification
 from megatron_zb.runtime.executor import Handler
 from megatron_zb.schedules.features.adapters import AdapterRules
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.schedule import Schedule
 
 _T = TypeVar("_T")
+
+_OF_ONE: Mapping[type[StepPart], str] = {
+    Verification: "verification",
+    ProfilePart: "a profile",
+    PostValidationPart: "optimizer post-validation",
+}
+"""Parts that know no update within a step, and what errors call them."""
 
 
 class AdapterModel(Protocol):
@@ -35,7 +46,8 @@ class AdapterModel(Protocol):
     def update(self, chunk: int, adapter: str) -> None:
         """Reduce the gradients of an adapter in a chunk, step its optimizer, and clear them.
 
-        No other rank of the pipeline need be there yet.
+        This takes the place of ``finalize_model_grads_func``, which is not called. Other ranks of
+        the pipeline come to this update at other times, so it must not communicate with them.
         """
 
 
@@ -119,17 +131,21 @@ class SharedPipelinePart(StepPart):
         self.steps_done = dict.fromkeys(names, 0) | dict(steps_done or {})
 
     def before_step(self, step: Step) -> None:
-        """Refuse what is of one training.
+        """Refuse what takes all microbatches of a step for one training.
 
         Raises:
-            UsageError: the loss is per token, whose number is that of all adapters.
+            UsageError: names it, and what to leave out.
         """
         if step.forward_only:
             return
-        if step.config.calculate_per_token_loss:
+        names = [_OF_ONE[type(part)] for part in step.parts if type(part) in _OF_ONE]
+        names += ["calculate_per_token_loss"] if step.config.calculate_per_token_loss else []
+        names += ["overlap_grad_reduce"] if any(map(overlaps_grad_reduce, step.model)) else []
+        names += ["CUDA graphs"] if step.captured else []
+        if names:
             raise UsageError(
-                "adapters in one pipeline: calculate_per_token_loss divides by the tokens of all "
-                "adapters: leave it out"
+                f"adapters in one pipeline: {' and '.join(names)} would take the microbatches of "
+                "all adapters for one training: leave it out"
             )
         step.reduces = False  # each update reduces its own gradients
 

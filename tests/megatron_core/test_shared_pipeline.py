@@ -48,7 +48,14 @@ def of_adapters(name: str, p: int, adapters: Adapters, *, recomputes: bool = Fal
         )
 
 
-def train(case: GPTCase, schedule: Schedule, broken: str = "") -> Trained:
+def train(
+    case: GPTCase,
+    schedule: Schedule,
+    broken: str = "",
+    *,
+    verifies: bool = False,
+    steps_done: dict[str, int] | None = None,
+) -> Trained:
     """Train the adapters of a schedule, one of them on losses that are no numbers."""
     assert isinstance(schedule.rules, AdapterRules)
     adapters = schedule.rules.adapters
@@ -56,7 +63,9 @@ def train(case: GPTCase, schedule: Schedule, broken: str = "") -> Trained:
     with built(case, schedule, adapters.num_units, lambda: 0) as (pipeline, chunks):
         assert pipeline is not None
         model = LoRALayers(chunks, names, case.grad_scale)
-        part = pipeline.train_adapters(model)
+        part = pipeline.train_adapters(model, steps_done)
+        if verifies:
+            pipeline.verify()
         losses: dict[str, list[list[float]]] = {name: [] for name in names}
         for call in range(CALLS):
             data = [part.merged(_data(case, adapters, call, broken)) for _ in chunks]
@@ -184,20 +193,37 @@ def test_losses_that_are_no_numbers_stay_with_their_adapter(ranks: RankPools) ->
         assert not any(it.isfinite().all() for it in of_rank.weights["b"].values())
 
 
-def refused() -> str:
-    """Train adapters under a schedule that was built for one training, and by the tokens of all."""
+def test_an_adapter_draws_the_numbers_of_its_own_steps(ranks: RankPools) -> None:
+    """One that goes on from its fifth step has other dropout than at its start; others do not."""
+    case, schedule = replace(BASE, dropout=0.1, drawn=True), of_adapters("1f1b", 2, WINDOW)
+    start = ranks(2).run(train, case=case, schedule=schedule)[-1].losses
+    later = ranks(2).run(train, case=case, schedule=schedule, steps_done={"a": 5})[-1].losses
+    assert {name for name, losses in start.items() if losses != later[name]} == {"a"}
+    assert start["a"][0][0] != later["a"][0][0]
+
+
+def refused() -> list[str]:
+    """What is said of a schedule for one training, and of features of one training."""
     plain = schedules.build("1f1b", pipeline_size=2, num_microbatches=4)
-    said = []
     with pytest.raises(UsageError) as error:
         SharedPipelinePart(plain, LoRALayers([], []))
-    said.append(str(error.value))
-    case = replace(BASE, per_token_loss=True)
-    with pytest.raises(UsageError) as error:
-        train(case, of_adapters("1f1b", 2, WINDOW))
-    return "; ".join([*said, str(error.value)])
+    said = [str(error.value)]
+    window = of_adapters("1f1b", 2, WINDOW)
+    overlapped = replace(BASE, wrapped=True, overlap_grad_reduce=True)
+    for case, verifies in (
+        (replace(BASE, per_token_loss=True), False),
+        (overlapped, False),
+        (BASE, True),
+    ):
+        with pytest.raises(UsageError) as error:
+            train(case, window, verifies=verifies)
+        said.append(str(error.value))
+    return said
 
 
-def test_what_cannot_be_trained_is_refused_in_a_sentence(ranks: RankPools) -> None:
+def test_what_is_of_one_training_is_refused_in_a_sentence(ranks: RankPools) -> None:
     for said in ranks(2).run(refused):
-        assert "1f1b: the schedule was built for one training" in said
-        assert "calculate_per_token_loss divides by the tokens of all adapters" in said
+        assert "1f1b: the schedule was built for one training" in said[0]
+        names = ["calculate_per_token_loss", "overlap_grad_reduce", "verification"]
+        for name, sentence in zip(names, said[1:], strict=True):
+            assert f"adapters in one pipeline: {name} would take the microbatches" in sentence

@@ -80,8 +80,8 @@ def pretrain(
 ) -> Logged:
     """Train on CPU ranks; without the launcher, as the script of a patched checkout.
 
-    A script of the checkout runs on forked ranks, which import nothing anew. ``torchrun`` starts
-    others, as everything else does.
+    A script of the checkout runs on forked ranks, which import nothing again. Everything else, and
+    with ``torchrun`` such a script as well, is started by torchrun.
 
     Args:
         program: stands in the launcher's place, and calls it.

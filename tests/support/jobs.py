@@ -136,7 +136,8 @@ def started(
 
 def _run(given: _Program) -> None:
     os.setsid()
-    # Its own processes start as any program's do, not as this one has: they would import all anew.
+    # A rank starts child processes by Python's default, not by the fork server of its parent, which
+    # would import everything again.
     multiprocessing.set_start_method(None, force=True)
     os.chdir(given.folder)
     os.environ.clear()

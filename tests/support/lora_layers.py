@@ -14,7 +14,7 @@ RANK, SCALE = 4, 2.0
 
 
 class LoRALayers:
-    """Adapters of the model chunks of a rank: select one, and update it by itself.
+    """LoRA adapters in the model chunks of a rank, with one optimizer for each adapter and chunk.
 
     The base is frozen. Weights of an adapter follow from its name and the names of its layers.
 

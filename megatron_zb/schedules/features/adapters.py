@@ -1,4 +1,4 @@
-"""Several adapters in one pipeline: each trains as it would alone, and fills the others' bubbles.
+"""Several adapters in one pipeline: each trains as in a separate run, in the bubbles of others.
 
 An *adapter* is anything with an optimizer step of its own, such as a LoRA adapter on a frozen base
 that all of them share, or one of several small models. A step of an adapter is a number of
