@@ -207,6 +207,15 @@ class ScheduleSettings:
         "of --pipeline-memory-limit. It needs --pipeline-offload auto (default: as much as makes "
         "the step faster)",
     )
+    pipeline_adapters: str | None = _setting(
+        metavar="FILE",
+        example="1f1b",
+        help="train several LoRA adapters on the frozen model of --load, all in one pipeline. Each "
+        "is trained as in a separate run, in the idle time of the others. The YAML file lists them "
+        "with name, data, batch, steps, learning_rate, rank, alpha and modules; a key that is left "
+        "out has the value of its flag. Each is saved in a folder of --save, from which it goes on "
+        "(default: none, and the model itself is trained)",
+    )
     pipeline_layer_layout: str | None = _setting(
         metavar={MEGATRON_LM: "auto|FILE", TRAINER: "LAYOUT"},
         help={
@@ -325,6 +334,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
         "pipeline_layer_layout",
         "pipeline_vocabulary",
         *_RECOMPUTE_AND_OFFLOAD,
+        "pipeline_adapters",
         *_RUN_NAMES,
         "enable_optimizer_post_validation",
         "post_validation_snapshot",

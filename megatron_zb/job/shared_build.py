@@ -29,6 +29,7 @@ from megatron_zb.parsing import Written
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.adapters import Adapters
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
@@ -55,7 +56,7 @@ def described(name: str, request: dict[str, Any]) -> dict[str, Any]:
             values[key] = hashlib.sha256(repr(value).encode()).hexdigest()[:16]
         elif isinstance(value, Placement):
             values[key] = [value.name, *value.rank_of]
-        elif isinstance(value, Written):
+        elif isinstance(value, Written | Adapters):
             values[key] = repr(value)  # its text may be less
         else:
             values[key] = value

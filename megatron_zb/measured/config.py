@@ -190,6 +190,8 @@ def _sentence(error: Any, kind: type[Section]) -> str:
 
 
 def _line(location: tuple[Any, ...], field: FieldInfo | None) -> str:
+    if isinstance(location[-1], int):  # an item of a list, for which the example is the whole list
+        return f"{location[-2]}: {_example(field)}"
     return f"{location[-1]}: {_example(field)}" if field else str(location[-1])
 
 
@@ -218,15 +220,15 @@ def _resolved(
 ) -> tuple[type[Section] | None, FieldInfo | None]:
     """Return the section of the last part of a location, and its field.
 
-    A number is an index of a list. A part behind a field of sections by their names is a name, and
-    has this field.
+    A number is an index of a list, and a part behind a field of sections by their names is a name:
+    both have this field.
     """
     holder: type[Section] | None = kind
     inner, field, is_name = holder, None, False
     for part in location:
         holder = inner
         if isinstance(part, int) or is_name:
-            field, is_name = field if is_name else None, False
+            is_name = False
             continue
         field = holder.model_fields.get(str(part)) if holder else None
         inner = section_of(field) if field else None
@@ -250,7 +252,8 @@ def _example(field: FieldInfo | None) -> str:
     if inner is None:
         return "a value"
     needed = [(n, f) for n, f in inner.model_fields.items() if f.is_required()]
-    return "{" + ", ".join(f"{name}: {_example(f)}" for name, f in needed) + "}"
+    one = "{" + ", ".join(f"{name}: {_example(f)}" for name, f in needed) + "}"
+    return f"[{one}]" if get_origin(field.annotation) is list else one
 
 
 def _describe(value: Any) -> str:

@@ -339,7 +339,7 @@ class PipelineAdapter:
         Raises:
             UsageError: the schedule was built for one training.
         """
-        part = SharedPipelinePart(self.schedule, model, steps_done)
+        part = SharedPipelinePart(self.current, model, steps_done)
         self._add(part)
         return part
 

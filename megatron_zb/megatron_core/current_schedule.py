@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import ScheduleSettings, placement_of
@@ -15,6 +16,7 @@ from megatron_zb.measured.profile import Profile
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs, with_frozen, with_unsplit
+from megatron_zb.schedules.features.adapters import AdapterRules, Adapters
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.features.slices import (
@@ -47,6 +49,9 @@ _INPUT = 1 / 17
 _KEPT = 64
 """Most tables and programs that are kept: of other numbers of microbatches, and of evaluation."""
 
+_FROZEN = 0.98
+"""Share of the weight gradients that adapters leave out, until a step has shown it."""
+
 _NEARLY_ALL = 0.9
 """Share of frozen weights above which a split backward brings little."""
 
@@ -76,6 +81,8 @@ class JobSizes:
         spread: ranks of tensor and context parallelism, for token slices.
         hidden: hidden size, for the number of token slices.
         kept: share of the activations that keys and values take, for token slices.
+        adapters: trainings that share the pipeline on a frozen model; ``num_microbatches`` then
+            counts those of all their steps.
     """
 
     pipeline_size: int
@@ -91,6 +98,7 @@ class JobSizes:
     spread: int = 1
     hidden: int | None = None
     kept: float = KEPT
+    adapters: Adapters | None = None
 
     @property
     def known_ends(self) -> Ends | None:
@@ -161,7 +169,7 @@ class CurrentSchedule:
             placement=placement,
             back_to_back=settings.enable_optimizer_post_validation,
             num_layers=None if isinstance(written, str) else sizes.layers.decoder,
-            **({} if slicing is None else {"slices": slicing}),
+            **_given(slices=slicing, adapters=sizes.adapters),
         )
         found = cls(schedule, costs, settings, build, sizes.known_attention)
         if settings.slices == AUTO:
@@ -204,8 +212,11 @@ class CurrentSchedule:
 
     @property
     def is_profiled(self) -> bool:
-        """Whether the times of passes can be those of whole microbatches, as a profile has them."""
-        return self.slicing is None
+        """Whether the times of passes can be those of one training on whole microbatches.
+
+        A profile has those.
+        """
+        return self.slicing is None and not isinstance(self.schedule.rules, AdapterRules)
 
     @property
     def splits_backward(self) -> bool:
@@ -274,6 +285,18 @@ class CurrentSchedule:
             line += "; W is too short to fill it, but v-zb makes it shorter"
         return line
 
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Switch to the order for other adapters on the same placement from the next step on.
+
+        Collective over the job, as one rank builds for all.
+
+        Raises:
+            UsageError: the schedule cannot be built within the memory limit.
+        """
+        limit, m = self._limit(self._is_measured), adapters.num_units
+        name = self.schedule.name
+        self.use(self._built(self._build, name, m, self.costs, limit, adapters))
+
     # --- measured costs
 
     def rebuilt(self, costs: Costs) -> Schedule:
@@ -304,7 +327,8 @@ class CurrentSchedule:
     def _table(self, num_microbatches: int, forward_only: bool) -> Schedule:
         """Return the schedule for a number of microbatches that are all alike."""
         schedule = self.schedule
-        if num_microbatches == schedule.rules.whole_microbatches(schedule):
+        is_of_training = not (forward_only and isinstance(schedule.rules, AdapterRules))
+        if is_of_training and num_microbatches == schedule.rules.whole_microbatches(schedule):
             return schedule
         name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
         # forwards keep nothing
@@ -344,6 +368,7 @@ class CurrentSchedule:
         num_microbatches: int,
         costs: Costs,
         limit: Limit | float | None,
+        adapters: Adapters | None = None,
     ) -> Schedule:
         placement, family = self.schedule.placement, catalog.family(name)
         group_size = self._settings.microbatch_group_size_per_vp_stage
@@ -357,8 +382,13 @@ class CurrentSchedule:
             placement=placement,
             back_to_back=self._in_a_row,
             memory_limit=limit,
-            **({} if self.slicing is None else {"slices": self.slicing}),
+            **_given(slices=self.slicing, adapters=adapters),
         )
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Return the options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _slicing(settings: ScheduleSettings, sizes: JobSizes) -> Slicing | None:
@@ -427,6 +457,8 @@ def _assumed_costs(settings: ScheduleSettings, sizes: JobSizes) -> Costs:
         costs = _equal_costs(p, p2p=TRANSFER)
         if sizes.ends is not None and layers > 0:
             costs = costs_of(layers, p, sizes.ends)
+    if sizes.adapters is not None:
+        costs = with_frozen(costs, [_FROZEN] * p)
     if settings.pipeline_vocabulary == "on":
         ends, depths = sizes.known_ends, 1 + sizes.layers.multi_token
         counted = 1.0 * depths if ends is None else ends.output - ends.kept

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.megatron_core.data_parallel import overlaps_grad_reduce
 from megatron_zb.megatron_core.post_validation import PostValidationPart
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
@@ -25,7 +26,6 @@ from megatron_zb.megatron_core.verification import Verification
 from megatron_zb.runtime.executor import Handler
 from megatron_zb.schedules.features.adapters import AdapterRules
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.schedule import Schedule
 
 _T = TypeVar("_T")
 
@@ -107,7 +107,8 @@ class SharedPipelinePart(StepPart):
     """Trains the adapters of a schedule; an evaluation runs with what its caller has selected.
 
     Args:
-        schedule: one that was built for adapters.
+        current: the schedule of the job, which was built for adapters. It may be exchanged for that
+            of others between two steps.
         model: the chunks of this rank.
         steps_done: the steps that each adapter has done before, by name; none if left out.
 
@@ -120,15 +121,24 @@ class SharedPipelinePart(StepPart):
     }
 
     def __init__(
-        self, schedule: Schedule, model: AdapterModel, steps_done: Mapping[str, int] | None = None
+        self,
+        current: CurrentSchedule,
+        model: AdapterModel,
+        steps_done: Mapping[str, int] | None = None,
     ) -> None:
+        self._current, self.model = current, model
+        names = [adapter.name for adapter in self.rules.adapters.each]
+        self.steps_done = dict.fromkeys(names, 0) | dict(steps_done or {})
+
+    @property
+    def rules(self) -> AdapterRules:
+        """The adapters of the schedule, and the steps of each in their order."""
+        schedule = self._current.schedule
         if not isinstance(schedule.rules, AdapterRules):
             raise UsageError(
                 f"{schedule.name}: the schedule was built for one training: give build() adapters"
             )
-        self.rules, self.model = schedule.rules, model
-        names = [adapter.name for adapter in self.rules.adapters.each]
-        self.steps_done = dict.fromkeys(names, 0) | dict(steps_done or {})
+        return schedule.rules
 
     def before_step(self, step: Step) -> None:
         """Refuse what takes all microbatches of a step for one training.
@@ -155,7 +165,7 @@ class SharedPipelinePart(StepPart):
     def after_step(self, step: Step) -> None:
         if not step.forward_only:
             for adapter in self.rules.adapters.each:
-                self.steps_done[adapter.name] += adapter.steps
+                self.steps_done[adapter.name] = self.steps_done.get(adapter.name, 0) + adapter.steps
 
     def merged(self, of_adapters: Mapping[str, Iterator[_T]]) -> Iterator[_T]:
         """Yield the data of all adapters in the order in which a chunk reads them."""

@@ -37,6 +37,7 @@ from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.catalog import Build
+from megatron_zb.schedules.features.adapters import Adapters
 from megatron_zb.schedules.features.slices import KEPT
 from megatron_zb.schedules.layout import (
     Layers,
@@ -69,6 +70,7 @@ def adapter_of(
     build: Build = catalog.build,
     steps_done: Callable[[], int] | None = None,
     series: tuple[int, int] | None = None,
+    adapters: Adapters | None = None,
 ) -> PipelineAdapter:
     """Create the adapter that the parsed arguments request; they choose a schedule.
 
@@ -78,6 +80,7 @@ def adapter_of(
         build: builds schedules, such as on one rank for all.
         steps_done: returns the steps since the start of training; None asks Megatron-LM's loop.
         series: of Megatron-LM, such as (0, 19); None is the one installed.
+        adapters: trainings that share the pipeline, if any.
 
     Raises:
         UsageError: the arguments cannot be combined, or the schedule cannot be built.
@@ -90,11 +93,15 @@ def adapter_of(
         args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
     )
     sizes, chunks = _sizes(args), _chunks(args)
+    if adapters is not None:
+        sizes = replace(sizes, adapters=adapters, num_microbatches=adapters.num_units)
     if args.pipeline_schedule_file is None:  # whose stages are those of the file, unsearched
         _check_placements(sizes, asked.placements)
     adapter = build_adapter(args, sizes, chunks, build, options)
     keeps_places = adapter.placed.keeps_places or not _is_placed(args)
-    draws = asks_for_layer_streams(args.pipeline_random_streams, keeps_places)
+    draws = adapters is not None or asks_for_layer_streams(
+        args.pipeline_random_streams, keeps_places
+    )
     refusals.check(asked.known((adapter.schedule.placement,), draws_by_layer=draws))
     if adapter.current.slicing is not None and steps_done is None:  # the data is Megatron-LM's
         part = adapter.part(SlicesPart)

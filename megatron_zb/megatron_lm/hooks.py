@@ -33,12 +33,14 @@ from megatron_zb.megatron_core import checkpoints, refusals, versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.megatron_lm import (
+    adapter_hooks,
     argument_table,
     fingerprint,
     models,
     post_validation_hooks,
     stored_placement,
 )
+from megatron_zb.megatron_lm.adapter_hooks import AdapterHooks
 from megatron_zb.megatron_lm.adapter_of_arguments import (
     adapter_of,
     prepare_overlap,
@@ -391,6 +393,7 @@ class _Hooks:
         self._flags: frozenset[str] | None = None
         self._new: dict[str, Any] = {}
         self._post_validation = PostValidationHooks()
+        self._adapters = AdapterHooks()
         self._store: Store | None = None
         """Where the ranks meet after an in-process restart."""
 
@@ -445,6 +448,7 @@ class _Hooks:
         replace_method(fully_parallel.FullyParallelLoadStrategyWrapper, "load", load_apart)
         self._install_in_data()
         self._post_validation.install()
+        self._adapters.install()
 
     def _install_in_data(self) -> None:
         from megatron.core import parallel_state
@@ -496,6 +500,7 @@ class _Hooks:
         """
         self._run, self._shared_build = None, None
         self._post_validation.forget()
+        self._adapters.forget()
         self._store = PrefixStore(f"megatron_zb/restart/{restarts}", store)
 
     def _get_forward_backward_func(self, original: Any, *args: Any, **keywords: Any) -> Any:
@@ -593,7 +598,11 @@ class _Hooks:
             if getattr(args, name, default) != default:
                 why = argument_table.UNKNOWN.why
                 _say(f"megatron_zb: {flag_of(name)} is new: {why}", args.rank)
-        adapter = adapter_of(args, self._build_for_all(args, rendezvous))
+        run = adapter_hooks.prepare(args)
+        adapters = None if run is None else run.adapters
+        adapter = adapter_of(args, self._build_for_all(args, rendezvous), adapters=adapters)
+        if run is not None:
+            self._adapters.enable(adapter, run)
         for line in without_bulk_overlap(args, adapter) + prepare_overlap(args):
             _say(f"megatron_zb: {line}", args.rank)
         if args.enable_optimizer_post_validation:

@@ -16,6 +16,8 @@ from ranks import RankPools
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.job.settings import ScheduleSettings
+from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.megatron_core.shared_pipeline import SharedPipelinePart
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.features.adapters import Adapter, AdapterRules, Adapters
@@ -205,8 +207,10 @@ def test_an_adapter_draws_the_numbers_of_its_own_steps(ranks: RankPools) -> None
 def refused() -> list[str]:
     """What is said of a schedule for one training, and of features of one training."""
     plain = schedules.build("1f1b", pipeline_size=2, num_microbatches=4)
+    costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
+    settings = ScheduleSettings(pipeline_schedule="1f1b")
     with pytest.raises(UsageError) as error:
-        SharedPipelinePart(plain, LoRALayers([], []))
+        SharedPipelinePart(CurrentSchedule(plain, costs, settings), LoRALayers([], []))
     said = [str(error.value)]
     window = of_adapters("1f1b", 2, WINDOW)
     overlapped = replace(BASE, wrapped=True, overlap_grad_reduce=True)

@@ -1,0 +1,137 @@
+"""The optimizers of several adapters, and the reduction of their gradients.
+
+Each adapter has what it would have in a separate run of Megatron: data parallelism over its
+weights, an optimizer, a schedule of its learning rate, and a loss scale. They step one after
+another when the pipeline is empty, so an optimizer may communicate with other pipeline ranks: it
+clips by the norm of the whole adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from megatron_zb.errors import UsageError
+from megatron_zb.lora.layers import DIVIDED, AdapterWeights, LoRALayers
+
+
+class Stepped(NamedTuple):
+    """What an optimizer has done: whether it changed the weights, and the norm of the gradient."""
+
+    is_done: bool
+    norm: float | None
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """One adapter in training.
+
+    Args:
+        chunks: its weights in each model chunk that has any, wrapped for data parallelism.
+        optimizer: of Megatron, over these.
+        scheduler: of the learning rate and the weight decay.
+    """
+
+    chunks: Sequence[Any]
+    optimizer: Any
+    scheduler: Any
+
+    def clear(self) -> None:
+        """Set the gradients to zero."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def reduce(self) -> None:
+        """Average the gradients over the replicas, and add up what sequence parallelism divides."""
+        for chunk in self.chunks:
+            chunk.finish_grad_sync()
+        divided = [w.main_grad for w in self.weights() if getattr(w, DIVIDED, False)]
+        if divided:
+            whole = _flatten_dense_tensors(divided)
+            dist.all_reduce(whole, group=parallel_state.get_tensor_model_parallel_group())
+            for gradient, summed in zip(
+                divided, _unflatten_dense_tensors(whole, divided), strict=True
+            ):
+                gradient.copy_(summed)
+
+    def has_finite_gradients(self) -> bool:
+        """Return whether all gradients on this rank are numbers."""
+        sums = [b.grad_data.sum(dtype=torch.float32) for c in self.chunks for b in c.buffers]
+        return all(bool(it.isfinite()) for it in sums)
+
+    def step(self, samples: int) -> Stepped:
+        """Step the optimizer, and the schedule of the learning rate by a number of samples."""
+        is_done, norm, _ = self.optimizer.step()
+        if is_done:
+            self.scheduler.step(increment=samples)
+        return Stepped(bool(is_done), None if norm is None else float(norm))
+
+    def weights(self) -> Iterable[Any]:
+        """Yield the weights on this rank."""
+        for chunk in self.chunks:
+            yield from chunk.module.parameters()
+
+    def named_weights(self) -> dict[str, torch.nn.Parameter]:
+        """Return the weights on this rank, by their names in the whole model."""
+        return {n: w for chunk in self.chunks for n, w in chunk.module.named_weights().items()}
+
+
+class Trainees:
+    """The adapters of a model: selected by the passes of their microbatches, stepped at the end.
+
+    Args:
+        layers: the adapters on the model chunks.
+        each: their training, by name.
+        config: of the model.
+    """
+
+    def __init__(self, layers: LoRALayers, each: Mapping[str, Trainee], config: Any) -> None:
+        self._layers, self._config = layers, config
+        self.each = each
+
+    def select(self, chunk: int, adapter: str) -> None:
+        """Let a chunk compute with an adapter, whose loss scale counts from now on."""
+        self._layers.select(chunk, adapter)
+        self._config.grad_scale_func = self.each[adapter].optimizer.scale_loss
+
+    def select_everywhere(self, chunks: int, adapter: str) -> None:
+        """Let all model chunks compute with an adapter, as an evaluation does."""
+        for chunk in range(chunks):
+            self.select(chunk, adapter)
+
+    def update(self, chunk: int, adapter: str) -> None:
+        """Leave the update to the end of the step, when the whole pipeline has its gradients."""
+
+
+def wrapped(weights: Sequence[AdapterWeights], ddp_config: Any, name: str) -> list[Any]:
+    """Wrap the weights of an adapter for data parallelism; collective over the model.
+
+    Args:
+        weights: of the adapter in each chunk of this rank; those without any are left out.
+        ddp_config: Megatron's.
+        name: of the adapter, for errors.
+
+    Raises:
+        UsageError: a pipeline rank has no layer of the adapter.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    own = [it for it in weights if it.pairs]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    counts: list[int] = [0] * group.size()
+    dist.all_gather_object(counts, len(own), group=group)
+    if 0 in counts:
+        raise UsageError(
+            f"adapter {name}: pipeline rank {counts.index(0)} has none of its modules: give it "
+            "modules that every rank has, such as linear_proj, or fewer pipeline ranks"
+        )
+    config = get_model_config(own[0])
+    return [DistributedDataParallel(config, ddp_config, it, disable_bucketing=True) for it in own]

@@ -1,0 +1,447 @@
+"""Several LoRA adapters in Megatron-LM's ``pretrain``, in place of its own training of the model.
+
+``pretrain`` builds the model and loads the base as it does to evaluate, with neither gradients nor
+an optimizer. What depends on the arguments, such as data and optimizers, is then built by
+Megatron-LM's own functions once for each adapter, with the arguments of this adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_zb.errors import UsageError, end_with
+from megatron_zb.lora.adapter_file import FLAG, Job, jobs_of
+from megatron_zb.lora.checkpoint import AdapterCheckpoints, steps_saved
+from megatron_zb.lora.layers import LoRALayers, LoRAShape
+from megatron_zb.lora.training import Trainee, Trainees, wrapped
+from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.shared_pipeline import SharedPipelinePart
+from megatron_zb.megatron_lm.replacing import replace, when
+from megatron_zb.schedules.features.adapters import Adapter, Adapters
+
+_OF_BASE = {
+    "finetune": True,
+    "no_load_optim": True,
+    "no_load_rng": True,
+    "skip_train": True,
+}
+"""Arguments with which ``pretrain`` loads the base."""
+
+_GIVEN_UP = "check_for_nan_in_loss_and_grad", "check_for_spiky_loss", "check_for_large_grads"
+"""Checks that would end the training of all adapters for a fault in one."""
+
+
+@dataclass
+class AdapterRun:
+    """The adapters of a run, and the steps that each has done."""
+
+    jobs: list[Job]
+    done: dict[str, int]
+
+    @property
+    def going(self) -> list[Job]:
+        """The adapters with steps left."""
+        return [job for job in self.jobs if self.done[job.name] < job.steps]
+
+    @property
+    def adapters(self) -> Adapters:
+        """One step of each adapter that has steps left, or of all where none has."""
+        jobs = self.going or self.jobs
+        return Adapters(tuple(Adapter(job.name, job.microbatches) for job in jobs))
+
+
+def prepare(args: argparse.Namespace) -> AdapterRun | None:
+    """Read the file of adapters, and set the arguments of the whole run; None without a file.
+
+    Raises:
+        UsageError: the file is wrong, there is no base, or an adapter cannot be continued.
+    """
+    if args.pipeline_adapters is None:
+        return None
+    if not (args.load or args.pretrained_checkpoint):
+        raise UsageError(f"{FLAG} trains adapters of a base model: give its checkpoint as --load")
+    if args.micro_batch_size is None:
+        raise UsageError(f"{FLAG} needs --micro-batch-size, which all adapters have")
+    model_parallel = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    replicas = max(args.world_size // model_parallel, 1)
+    jobs = jobs_of(args, replicas)
+    folder = None if args.save is None else Path(args.save)
+    done = {job.name: steps_saved(folder, job, args.tensor_model_parallel_size) for job in jobs}
+    run = AdapterRun(jobs, done)
+    args.global_batch_size = args.micro_batch_size * replicas * run.adapters.num_units
+    args.train_iters = max(job.steps for job in jobs)
+    args.lr = args.lr or max(job.arguments["lr"] for job in jobs)
+    for name in _GIVEN_UP:
+        setattr(args, name, False)
+    return run
+
+
+class AdapterHooks:
+    """The hooks of one training of adapters; they do nothing until they are enabled."""
+
+    def __init__(self) -> None:
+        self._training: _Training | None = None
+
+    def enable(self, pipeline: PipelineAdapter, run: AdapterRun) -> None:
+        """Train adapters in place of the model."""
+        self._training = _Training(pipeline, run)
+
+    def forget(self) -> None:
+        """Train no adapters until it is enabled again."""
+        self._training = None
+
+    def install(self) -> None:
+        from megatron.training import training
+
+        enabled = partial(when, lambda: self._training)
+        for name, hook in (
+            ("setup_model_and_optimizer", _Training.set_up),
+            ("build_train_valid_test_data_iterators", _Training.build_iterators),
+            ("train", _Training.train),
+        ):
+            replace(training, name, enabled(hook))
+
+
+class _Training:
+    """The training of the adapters of a run."""
+
+    def __init__(self, pipeline: PipelineAdapter, run: AdapterRun) -> None:
+        self._pipeline, self._run = pipeline, run
+        self._trainees: Trainees | None = None
+        self._part: SharedPipelinePart | None = None
+        self._failed: dict[str, str] = {}
+        self._names: list[str] = []
+        """Losses that the user's loss function reports, in their order."""
+
+    # --- what pretrain builds
+
+    def set_up(self, original: Any, *args: Any, **keywords: Any) -> tuple[Any, None, None]:
+        """Build the model, load the base, and add the adapters."""
+        arguments = _arguments()
+        with changed(arguments, _OF_BASE):
+            model = original(*args, **keywords)[0]
+        arguments.iteration, arguments.curr_iteration = 0, 0
+        try:
+            self._add_adapters(model, arguments)
+        except UsageError as error:
+            end_with(error, dist.get_rank())
+        return model, None, None
+
+    def _add_adapters(self, model: Sequence[Any], arguments: Any) -> None:
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(model[0])
+        shapes = {
+            job.name: LoRAShape(
+                job.entry.rank, job.entry.alpha, tuple(job.entry.modules), job.arguments["seed"]
+            )
+            for job in self._run.jobs
+        }
+        layers = LoRALayers(model, shapes)
+        each = {}
+        for job in self._run.jobs:
+            with changed(arguments, self._alone(job)):
+                each[job.name] = _trainee(layers.weights[job.name], arguments, job.name)
+        self._trainees = Trainees(layers, each, config)
+        checkpoints = self._checkpoints(arguments)
+        for job in self._run.jobs:
+            if checkpoints is not None and (step := self._run.done[job.name]):
+                checkpoints.load(job, each[job.name], step)
+                _say(f"adapter {job.name}: going on after {step} of {job.steps} steps")
+        self._part = self._pipeline.train_adapters(self._trainees, self._run.done)
+        config.timers = None
+
+    def build_iterators(
+        self, original: Any, *args: Any, **keywords: Any
+    ) -> tuple[dict[str, Any], dict[str, Any], None]:
+        """Build the data iterators of every adapter for one chunk; return them by its name."""
+        arguments = _arguments()
+        train, valid = {}, {}
+        for job in self._run.jobs:
+            with changed(arguments, self._alone(job)):
+                train[job.name], valid[job.name], _ = original(*args, **keywords)
+        arguments.do_train, arguments.do_valid, arguments.do_test = True, False, False
+        return train, valid, None
+
+    def _alone(self, job: Job) -> dict[str, Any]:
+        """Return the arguments of Megatron-LM that train an adapter in a separate run."""
+        done = self._run.done[job.name]
+        return {
+            **job.arguments,
+            "eval_global_batch_size": job.batch,
+            "iteration": done,
+            "consumed_train_samples": done * job.batch,
+            "consumed_valid_samples": 0,
+        }
+
+    # --- the loop
+
+    def train(self, original: Any, *args: Any, **keywords: Any) -> tuple[int, int]:
+        """Train all adapters to their ends; return that no iteration of the model was done."""
+        call = inspect.signature(original).bind(*args, **keywords).arguments
+        arguments = _arguments()
+        checkpoints = self._checkpoints(arguments)
+        windows = 0
+        for chunk in call["model"]:
+            chunk.train()
+        while going := self._run.going:
+            if self._adapters.each != self._run.adapters.each:
+                self._pipeline.current.use_adapters(self._run.adapters)
+            arguments.curr_iteration = windows
+            self._step(going, call, arguments)
+            windows += 1
+            is_last = windows == arguments.exit_interval or _is_told_to_end(arguments)
+            for job in going:
+                self._after_step(job, call, arguments, checkpoints, is_last=is_last)
+            if is_last:
+                break
+        if self._failed:
+            end_with(UsageError("; ".join(self._failed.values())), dist.get_rank())
+        return 0, 0
+
+    @property
+    def _adapters(self) -> Adapters:
+        assert self._part is not None, "the adapters have been added"
+        return self._part.rules.adapters
+
+    def _step(self, going: Sequence[Job], call: Mapping[str, Any], arguments: Any) -> None:
+        """Run one step of every adapter that has steps left."""
+        from megatron.training import training
+
+        part, trainees = self._part, self._trainees
+        assert part is not None and trainees is not None
+        for job in going:
+            trainees.each[job.name].clear()
+        per_chunk = call["train_data_iterator"]
+        per_chunk = per_chunk if isinstance(per_chunk, list) else [per_chunk]
+        records = training.get_forward_backward_func()(
+            forward_step_func=call["forward_step_func"],
+            data_iterator=[self._merged(of_chunk) for of_chunk in per_chunk],
+            model=call["model"],
+            num_microbatches=self._adapters.num_units,
+            seq_length=arguments.seq_length,
+            micro_batch_size=arguments.micro_batch_size,
+            decoder_seq_length=arguments.decoder_seq_length,
+            forward_only=False,
+        )
+        for job in going:
+            trainees.each[job.name].reduce()
+        losses, broken = self._losses(going, records)
+        for job in going:
+            self._update(job, losses[job.name], job.name in broken, arguments)
+
+    def _merged(self, of_chunk: Mapping[str, Any]) -> Iterator[Any] | None:
+        assert self._part is not None
+        if any(iterator is None for iterator in of_chunk.values()):
+            return None
+        return self._part.merged(of_chunk)
+
+    def _losses(
+        self, going: Sequence[Job], records: Sequence[Mapping[str, Any]]
+    ) -> tuple[dict[str, dict[str, float]], set[str]]:
+        """Return the losses of every adapter, and those with a value that is no number.
+
+        Each rank brings its part of the sums; the same call tells all ranks of bad gradients.
+        """
+        part, trainees = self._part, self._trainees
+        assert part is not None and trainees is not None
+        if not self._names:
+            self._names = _agreed([*records[0]] if records else [])
+        of_jobs = part.by_adapter(records) if records else {}
+        table = torch.zeros(len(going), 2 * len(self._names) + 1, device=_device())
+        for row, job in zip(table, going, strict=True):
+            for i, name in enumerate(self._names):
+                values = [_pair(record[name]) for of in of_jobs.get(job.name, []) for record in of]
+                if values:
+                    row[2 * i : 2 * i + 2] = torch.stack(values).sum(dim=0)
+            if not trainees.each[job.name].has_finite_gradients():
+                row[-1] = 1
+        dist.all_reduce(table)
+        found = {}
+        for row, job in zip(table.tolist(), going, strict=True):
+            pairs = zip(self._names, row[::2], row[1::2], strict=False)
+            found[job.name] = {name: x / n if n else math.nan for name, x, n in pairs}
+        broken = {
+            job.name
+            for row, job in zip(table.tolist(), going, strict=True)
+            if not all(map(math.isfinite, found[job.name].values())) or row[-1]
+        }
+        return found, broken
+
+    def _update(
+        self, job: Job, losses: Mapping[str, float], is_broken: bool, arguments: Any
+    ) -> None:
+        """Step the optimizer of an adapter, and log it; one whose loss is no number ends here.
+
+        A loss scale that is too large is none of these: the optimizer leaves the step out.
+        """
+        trainees = self._trainees
+        assert trainees is not None
+        trainee = trainees.each[job.name]
+        scales = arguments.fp16 and arguments.loss_scale is None
+        if is_broken and not (scales and all(map(math.isfinite, losses.values()))):
+            step = self._run.done[job.name] + 1
+            self._failed[job.name] = (
+                f"adapter {job.name} ended in step {step}, whose loss or gradient is no number: "
+                "look at its data and its learning rate"
+            )
+            self._run.jobs.remove(job)
+            _say(self._failed[job.name])
+            return
+        rate = trainee.optimizer.param_groups[0]["lr"]
+        stepped = trainee.step(job.batch)
+        self._run.done[job.name] += 1
+        step = self._run.done[job.name]
+        if step % arguments.log_interval == 0 or step == job.steps:
+            norm = "" if stepped.norm is None else f" grad norm: {stepped.norm:.3f} |"
+            scale = trainee.optimizer.get_loss_scale().item()
+            said = "".join(f" {name}: {loss:.6E} |" for name, loss in losses.items())
+            skipped = "" if stepped.is_done else " skipped |"
+            _log(
+                f" adapter {job.name} | iteration {step:8d}/{job.steps:8d} | consumed samples: "
+                f"{step * job.batch:12d} | learning rate: {rate:.6E} | global batch size: "
+                f"{job.batch:5d} |{said} loss scale: {scale:.1f} |{norm}{skipped}"
+            )
+
+    def _after_step(
+        self,
+        job: Job,
+        call: Mapping[str, Any],
+        arguments: Any,
+        checkpoints: AdapterCheckpoints | None,
+        *,
+        is_last: bool,
+    ) -> None:
+        """Save and evaluate an adapter where it is time to, and at its end."""
+        if job.name in self._failed:
+            return
+        step = self._run.done[job.name]
+        is_done = step == job.steps
+        if checkpoints is not None:
+            every = arguments.save_interval
+            if is_done or is_last or (every and step % every == 0):
+                assert self._trainees is not None
+                trainee = self._trainees.each[job.name]
+                checkpoints.save(job, trainee, step, arguments.tensor_model_parallel_size)
+                _say(f"adapter {job.name} is saved after {step} steps")
+        if arguments.eval_iters and (is_done or step % arguments.eval_interval == 0):
+            self._evaluate(job, call, arguments)
+
+    def _evaluate(self, job: Job, call: Mapping[str, Any], arguments: Any) -> None:
+        from megatron.training import training
+
+        assert self._trainees is not None
+        model, step = call["model"], self._run.done[job.name]
+        self._trainees.select_everywhere(len(model), job.name)
+        valid = call["valid_data_iterator"]
+        own = [it[job.name] for it in valid] if isinstance(valid, list) else valid[job.name]
+        with changed(arguments, self._alone(job)):
+            training.evaluate_and_print_results(
+                f"iteration {step} of adapter {job.name}",
+                call["forward_step_func"],
+                own,
+                model,
+                step,
+                call["process_non_loss_data_func"],
+                call["config"],
+                verbose=False,
+                write_to_tensorboard=False,
+            )
+
+    def _checkpoints(self, arguments: Any) -> AdapterCheckpoints | None:
+        from megatron.training import checkpointing
+
+        if arguments.save is None:
+            return None
+        metadata = checkpointing._build_sharded_state_dict_metadata(arguments)
+        return AdapterCheckpoints(Path(arguments.save), metadata)
+
+
+def _trainee(weights: Sequence[Any], arguments: Any, name: str) -> Trainee:
+    """Wrap the weights of an adapter, and build its optimizer from the arguments that count."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.training import training
+
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=arguments.accumulate_allreduce_grads_in_fp32,
+        use_distributed_optimizer=arguments.use_distributed_optimizer,
+        average_in_collective=arguments.ddp_average_in_collective,
+    )
+    chunks = wrapped(weights, ddp_config, name)
+    config, overrides = training.get_megatron_optimizer_config(arguments)
+    optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides)
+    return Trainee(chunks, optimizer, training.get_optimizer_param_scheduler(optimizer))
+
+
+# --- small parts
+
+
+def _arguments() -> Any:
+    from megatron.training import get_args
+
+    return get_args()
+
+
+@contextmanager
+def changed(args: argparse.Namespace, values: Mapping[str, Any]) -> Iterator[None]:
+    """Let arguments have other values, and put all of them back, whatever changes them."""
+    before = dict(vars(args))
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).clear()
+        vars(args).update(before)
+
+
+def _is_told_to_end(arguments: Any) -> bool:
+    """Return whether the job has got a signal to save and end."""
+    if not arguments.exit_signal_handler:
+        return False
+    from megatron.training.global_vars import get_signal_handler
+
+    return any(get_signal_handler().signals_received())
+
+
+def _pair(value: Any) -> torch.Tensor:
+    """Return a reported loss as a sum and what it is divided by."""
+    flat = value.detach().float().reshape(-1)
+    return flat if flat.numel() == 2 else torch.stack([flat.sum(), flat.new_ones(())])
+
+
+def _agreed(names: list[str]) -> list[str]:
+    """Return the names of the losses, which only ranks of the output layer know."""
+    of_all: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_all, names)
+    return next(filter(None, of_all))
+
+
+def _device() -> Any:
+    return torch.cuda.current_device()
+
+
+def _log(line: str) -> None:
+    """Print a line of the log where Megatron-LM prints its own, on the last rank."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        print(line, flush=True)
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"megatron_zb: {line}", flush=True)
