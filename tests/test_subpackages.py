@@ -20,7 +20,16 @@ SUBPACKAGES: dict[str, set[str]] = {
     "runtime": {"schedules"},
     "megatron_core": {"schedules", "job", "measured", "runtime"},
     "cpu_ranks": {"megatron_core"},
-    "megatron_lm": {"schedules", "job", "measured", "runtime", "megatron_core", "cpu_ranks"},
+    "lora": {"measured", "megatron_core"},
+    "megatron_lm": {
+        "schedules",
+        "job",
+        "measured",
+        "runtime",
+        "megatron_core",
+        "cpu_ranks",
+        "lora",
+    },
     "bridge": {"schedules", "job", "megatron_core", "megatron_lm"},
     "drawing": {"schedules", "measured"},
     "cli": {

@@ -157,8 +157,8 @@ class Job:
 
     Args:
         entry: of the file.
-        arguments: values of arguments by name, such as ``global_batch_size``; all those that have
-            another value than in the other adapters' training.
+        arguments: values of arguments by name, such as ``global_batch_size``: those that the file
+            gives, and those that stand for the whole run in Megatron-LM's own arguments.
         microbatches: of one step.
     """
 
@@ -206,10 +206,8 @@ def jobs_of(args: argparse.Namespace, replicas: int) -> list[Job]:
 
 def _job(entry: Entry, args: argparse.Namespace, replicas: int, path: Path) -> Job:
     given = dict(_arguments(entry))
-    arguments = {
-        argument: given.get(argument, getattr(args, argument, None))
-        for argument in STANDS_FOR.values()
-    }
+    usual = {name: getattr(args, name, None) for name in STANDS_FOR.values()}
+    arguments = {**usual, **given}
     where = f"{path}: adapter {entry.name}"
     for key in _EXAMPLES:
         if arguments[STANDS_FOR[key]] is None:
@@ -237,7 +235,10 @@ def _job(entry: Entry, args: argparse.Namespace, replicas: int, path: Path) -> J
             f"microbatches of {args.micro_batch_size} over {replicas} replicas: give a multiple of "
             f"{together}"
         )
-    return Job(entry, arguments, microbatches)
+    own = {STANDS_FOR[key]: arguments[STANDS_FOR[key]] for key in _EXAMPLES}
+    if "weight_decay" in given:
+        own |= dict.fromkeys(("start_weight_decay", "end_weight_decay"), given["weight_decay"])
+    return Job(entry, {"seed": usual["seed"], **given, **own}, microbatches)
 
 
 def _arguments(entry: Entry) -> Iterator[tuple[str, Any]]:

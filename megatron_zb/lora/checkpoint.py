@@ -18,10 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.utils import (
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+)
 
 from megatron_zb import files
 from megatron_zb.errors import UsageError
 from megatron_zb.lora.adapter_file import FLAG, Job
+from megatron_zb.lora.training import AdapterOptimizer
 
 _TRACKER, _ABOUT = "latest_checkpointed_iteration.txt", "adapter.json"
 
@@ -89,10 +95,8 @@ class AdapterCheckpoints:
     def __init__(self, folder: Path, metadata: Mapping[str, Any]) -> None:
         self._folder, self._metadata = folder, dict(metadata)
 
-    def save(self, job: Job, trainee: Any, step: int, tensor_parallel: int) -> None:
+    def save(self, job: Job, adapter: AdapterOptimizer, step: int, tensor_parallel: int) -> None:
         """Save an adapter after a number of steps; collective over the job."""
-        from megatron.core import dist_checkpointing
-
         own = self._folder / job.name
         into = own / f"iter_{step:07d}"
         is_first = dist.get_rank() == 0
@@ -100,40 +104,33 @@ class AdapterCheckpoints:
             into.mkdir(parents=True, exist_ok=True)
             files.write_text(own / _ABOUT, f"{json.dumps(_about(job, tensor_parallel))}\n")
         dist.barrier()
-        state = self._state(trainee, is_loading=False)
+        state = self._state(adapter, is_loading=False)
         dist_checkpointing.save(state, str(into))
         dist.barrier()
         if is_first:
             files.write_text(own / _TRACKER, f"{step}\n")
 
-    def load(self, job: Job, trainee: Any, step: int) -> None:
+    def load(self, job: Job, adapter: AdapterOptimizer, step: int) -> None:
         """Load an adapter that has been saved after a number of steps; collective over the job."""
-        from megatron.core import dist_checkpointing
-
-        state = self._state(trainee, is_loading=True)
+        state = self._state(adapter, is_loading=True)
         loaded = dist_checkpointing.load(state, str(self._folder / job.name / f"iter_{step:07d}"))
-        for name, weight in trainee.named_weights().items():
+        for name, weight in adapter.named_weights().items():
             weight.data.copy_(loaded["weights"][name])
-        trainee.optimizer.load_state_dict(loaded["optimizer"])
-        trainee.scheduler.load_state_dict(loaded["scheduler"])
+        adapter.optimizer.load_state_dict(loaded["optimizer"])
+        adapter.scheduler.load_state_dict(loaded["scheduler"])
 
-    def _state(self, trainee: Any, *, is_loading: bool) -> dict[str, Any]:
-        weights = {name: _sharded(name, w) for name, w in trainee.named_weights().items()}
+    def _state(self, adapter: AdapterOptimizer, *, is_loading: bool) -> dict[str, Any]:
+        weights = {name: _sharded(name, w) for name, w in adapter.named_weights().items()}
         return {
             "weights": weights,
-            "optimizer": trainee.optimizer.sharded_state_dict(
+            "optimizer": adapter.optimizer.sharded_state_dict(
                 weights, is_loading, metadata=self._metadata
             ),
-            "scheduler": trainee.scheduler.state_dict(),
+            "scheduler": adapter.scheduler.state_dict(),
         }
 
 
 def _sharded(name: str, weight: Any) -> Any:
-    from megatron.core.utils import (
-        make_sharded_tensor_for_checkpoint,
-        make_tp_sharded_tensor_for_checkpoint,
-    )
-
     if getattr(weight, "tensor_model_parallel", False):
         return make_tp_sharded_tensor_for_checkpoint(weight, name, weight.partition_dim)
     return make_sharded_tensor_for_checkpoint(weight, name)

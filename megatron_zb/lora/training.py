@@ -30,7 +30,7 @@ class Stepped(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trainee:
+class AdapterOptimizer:
     """One adapter in training.
 
     Args:
@@ -79,12 +79,12 @@ class Trainee:
         for chunk in self.chunks:
             yield from chunk.module.parameters()
 
-    def named_weights(self) -> dict[str, torch.nn.Parameter]:
+    def named_weights(self) -> dict[str, Any]:
         """Return the weights on this rank, by their names in the whole model."""
         return {n: w for chunk in self.chunks for n, w in chunk.module.named_weights().items()}
 
 
-class Trainees:
+class AdapterOptimizers:
     """The adapters of a model: selected by the passes of their microbatches, stepped at the end.
 
     Args:
@@ -93,7 +93,9 @@ class Trainees:
         config: of the model.
     """
 
-    def __init__(self, layers: LoRALayers, each: Mapping[str, Trainee], config: Any) -> None:
+    def __init__(
+        self, layers: LoRALayers, each: Mapping[str, AdapterOptimizer], config: Any
+    ) -> None:
         self._layers, self._config = layers, config
         self.each = each
 

@@ -168,9 +168,19 @@ class SharedPipelinePart(StepPart):
                 self.steps_done[adapter.name] = self.steps_done.get(adapter.name, 0) + adapter.steps
 
     def merged(self, of_adapters: Mapping[str, Iterator[_T]]) -> Iterator[_T]:
-        """Yield the data of all adapters in the order in which a chunk reads them."""
-        for unit in range(len(self.rules.columns)):
-            yield next(of_adapters[self.rules.at(unit)[0].name])
+        """Yield the data of all adapters in the order in which a chunk reads them.
+
+        It goes on from step to step, also where the schedule is exchanged for that of others. A
+        chunk has one for all steps: a rank with both ends of the model reads data once for both,
+        and knows their iterators by this.
+        """
+        while True:
+            rules = self.rules
+            for unit in range(len(rules.columns)):
+                try:
+                    yield next(of_adapters[rules.at(unit)[0].name])
+                except StopIteration:
+                    return
 
     def by_adapter(self, values: Sequence[_T]) -> dict[str, list[list[_T]]]:
         """Return one value of each microbatch by adapter and step, such as its loss."""

@@ -24,7 +24,7 @@ from megatron_zb.errors import UsageError, end_with
 from megatron_zb.lora.adapter_file import FLAG, Job, jobs_of
 from megatron_zb.lora.checkpoint import AdapterCheckpoints, steps_saved
 from megatron_zb.lora.layers import LoRALayers, LoRAShape
-from megatron_zb.lora.training import Trainee, Trainees, wrapped
+from megatron_zb.lora.training import AdapterOptimizer, AdapterOptimizers, wrapped
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.shared_pipeline import SharedPipelinePart
 from megatron_zb.megatron_lm.replacing import replace, when
@@ -101,6 +101,11 @@ class AdapterHooks:
         """Train adapters in place of the model."""
         self._training = _Training(pipeline, run)
 
+    @property
+    def to_agree_on(self) -> dict[str, str]:
+        """What each rank has read of adapters by itself, by its name in error messages."""
+        return {} if self._training is None else self._training.to_agree_on
+
     def forget(self) -> None:
         """Train no adapters until it is enabled again."""
         self._training = None
@@ -122,11 +127,19 @@ class _Training:
 
     def __init__(self, pipeline: PipelineAdapter, run: AdapterRun) -> None:
         self._pipeline, self._run = pipeline, run
-        self._trainees: Trainees | None = None
+        self._optimizers: AdapterOptimizers | None = None
         self._part: SharedPipelinePart | None = None
         self._failed: dict[str, str] = {}
         self._names: list[str] = []
         """Losses that the user's loss function reports, in their order."""
+
+    @property
+    def to_agree_on(self) -> dict[str, str]:
+        run = self._run
+        return {
+            f"adapter {job.name} of {FLAG}": f"{job.entry!r} after {run.done[job.name]} steps"
+            for job in run.jobs
+        }
 
     # --- what pretrain builds
 
@@ -156,14 +169,14 @@ class _Training:
         each = {}
         for job in self._run.jobs:
             with changed(arguments, self._alone(job)):
-                each[job.name] = _trainee(layers.weights[job.name], arguments, job.name)
-        self._trainees = Trainees(layers, each, config)
+                each[job.name] = _optimizer_of(layers.weights[job.name], arguments, job.name)
+        self._optimizers = AdapterOptimizers(layers, each, config)
         checkpoints = self._checkpoints(arguments)
         for job in self._run.jobs:
             if checkpoints is not None and (step := self._run.done[job.name]):
                 checkpoints.load(job, each[job.name], step)
                 _say(f"adapter {job.name}: going on after {step} of {job.steps} steps")
-        self._part = self._pipeline.train_adapters(self._trainees, self._run.done)
+        self._part = self._pipeline.train_adapters(self._optimizers, self._run.done)
         config.timers = None
 
     def build_iterators(
@@ -199,11 +212,14 @@ class _Training:
         windows = 0
         for chunk in call["model"]:
             chunk.train()
+        per_chunk = call["train_data_iterator"]
+        per_chunk = per_chunk if isinstance(per_chunk, list) else [per_chunk]
+        data = [self._merged(of_chunk) for of_chunk in per_chunk]
         while going := self._run.going:
             if self._adapters.each != self._run.adapters.each:
                 self._pipeline.current.use_adapters(self._run.adapters)
             arguments.curr_iteration = windows
-            self._step(going, call, arguments)
+            self._step(going, data, call, arguments)
             windows += 1
             is_last = windows == arguments.exit_interval or _is_told_to_end(arguments)
             for job in going:
@@ -219,19 +235,23 @@ class _Training:
         assert self._part is not None, "the adapters have been added"
         return self._part.rules.adapters
 
-    def _step(self, going: Sequence[Job], call: Mapping[str, Any], arguments: Any) -> None:
+    def _step(
+        self,
+        going: Sequence[Job],
+        data: list[Iterator[Any] | None],
+        call: Mapping[str, Any],
+        arguments: Any,
+    ) -> None:
         """Run one step of every adapter that has steps left."""
         from megatron.training import training
 
-        part, trainees = self._part, self._trainees
-        assert part is not None and trainees is not None
+        part, optimizers = self._part, self._optimizers
+        assert part is not None and optimizers is not None
         for job in going:
-            trainees.each[job.name].clear()
-        per_chunk = call["train_data_iterator"]
-        per_chunk = per_chunk if isinstance(per_chunk, list) else [per_chunk]
+            optimizers.each[job.name].clear()
         records = training.get_forward_backward_func()(
             forward_step_func=call["forward_step_func"],
-            data_iterator=[self._merged(of_chunk) for of_chunk in per_chunk],
+            data_iterator=list(data),
             model=call["model"],
             num_microbatches=self._adapters.num_units,
             seq_length=arguments.seq_length,
@@ -240,7 +260,7 @@ class _Training:
             forward_only=False,
         )
         for job in going:
-            trainees.each[job.name].reduce()
+            optimizers.each[job.name].reduce()
         losses, broken = self._losses(going, records)
         for job in going:
             self._update(job, losses[job.name], job.name in broken, arguments)
@@ -258,8 +278,8 @@ class _Training:
 
         Each rank brings its part of the sums; the same call tells all ranks of bad gradients.
         """
-        part, trainees = self._part, self._trainees
-        assert part is not None and trainees is not None
+        part, optimizers = self._part, self._optimizers
+        assert part is not None and optimizers is not None
         if not self._names:
             self._names = _agreed([*records[0]] if records else [])
         of_jobs = part.by_adapter(records) if records else {}
@@ -269,7 +289,7 @@ class _Training:
                 values = [_pair(record[name]) for of in of_jobs.get(job.name, []) for record in of]
                 if values:
                     row[2 * i : 2 * i + 2] = torch.stack(values).sum(dim=0)
-            if not trainees.each[job.name].has_finite_gradients():
+            if not optimizers.each[job.name].has_finite_gradients():
                 row[-1] = 1
         dist.all_reduce(table)
         found = {}
@@ -290,9 +310,9 @@ class _Training:
 
         A loss scale that is too large is none of these: the optimizer leaves the step out.
         """
-        trainees = self._trainees
-        assert trainees is not None
-        trainee = trainees.each[job.name]
+        optimizers = self._optimizers
+        assert optimizers is not None
+        own = optimizers.each[job.name]
         scales = arguments.fp16 and arguments.loss_scale is None
         if is_broken and not (scales and all(map(math.isfinite, losses.values()))):
             step = self._run.done[job.name] + 1
@@ -303,13 +323,13 @@ class _Training:
             self._run.jobs.remove(job)
             _say(self._failed[job.name])
             return
-        rate = trainee.optimizer.param_groups[0]["lr"]
-        stepped = trainee.step(job.batch)
+        rate = own.optimizer.param_groups[0]["lr"]
+        stepped = own.step(job.batch)
         self._run.done[job.name] += 1
         step = self._run.done[job.name]
         if step % arguments.log_interval == 0 or step == job.steps:
             norm = "" if stepped.norm is None else f" grad norm: {stepped.norm:.3f} |"
-            scale = trainee.optimizer.get_loss_scale().item()
+            scale = own.optimizer.get_loss_scale().item()
             said = "".join(f" {name}: {loss:.6E} |" for name, loss in losses.items())
             skipped = "" if stepped.is_done else " skipped |"
             _log(
@@ -335,9 +355,9 @@ class _Training:
         if checkpoints is not None:
             every = arguments.save_interval
             if is_done or is_last or (every and step % every == 0):
-                assert self._trainees is not None
-                trainee = self._trainees.each[job.name]
-                checkpoints.save(job, trainee, step, arguments.tensor_model_parallel_size)
+                assert self._optimizers is not None
+                own = self._optimizers.each[job.name]
+                checkpoints.save(job, own, step, arguments.tensor_model_parallel_size)
                 _say(f"adapter {job.name} is saved after {step} steps")
         if arguments.eval_iters and (is_done or step % arguments.eval_interval == 0):
             self._evaluate(job, call, arguments)
@@ -345,9 +365,9 @@ class _Training:
     def _evaluate(self, job: Job, call: Mapping[str, Any], arguments: Any) -> None:
         from megatron.training import training
 
-        assert self._trainees is not None
+        assert self._optimizers is not None
         model, step = call["model"], self._run.done[job.name]
-        self._trainees.select_everywhere(len(model), job.name)
+        self._optimizers.select_everywhere(len(model), job.name)
         valid = call["valid_data_iterator"]
         own = [it[job.name] for it in valid] if isinstance(valid, list) else valid[job.name]
         with changed(arguments, self._alone(job)):
@@ -372,7 +392,7 @@ class _Training:
         return AdapterCheckpoints(Path(arguments.save), metadata)
 
 
-def _trainee(weights: Sequence[Any], arguments: Any, name: str) -> Trainee:
+def _optimizer_of(weights: Sequence[Any], arguments: Any, name: str) -> AdapterOptimizer:
     """Wrap the weights of an adapter, and build its optimizer from the arguments that count."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import get_megatron_optimizer
@@ -386,7 +406,7 @@ def _trainee(weights: Sequence[Any], arguments: Any, name: str) -> Trainee:
     chunks = wrapped(weights, ddp_config, name)
     config, overrides = training.get_megatron_optimizer_config(arguments)
     optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides)
-    return Trainee(chunks, optimizer, training.get_optimizer_param_scheduler(optimizer))
+    return AdapterOptimizer(chunks, optimizer, training.get_optimizer_param_scheduler(optimizer))
 
 
 # --- small parts

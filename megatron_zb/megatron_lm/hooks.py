@@ -564,7 +564,7 @@ class _Hooks:
             run = self._run = self._scheduled_run(args, rendezvous)
             result = validate()
             run.data = fingerprint.data_of(args)
-            values |= fingerprint.of_run(args, run.adapter, run.data)
+            values |= fingerprint.of_run(args, run.adapter, run.data) | self._adapters.to_agree_on
         except Exception as error:
             failure = error
             if self._shared_build is not None:

@@ -31,12 +31,12 @@ from distillation_cases import (
     fresh,
     job_of,
     learnt_alone,
-    tensors_of,
     whole_model,
 )
 from jobs import run_job
 from megatron.core import dist_checkpointing
 from ranks import Kind, RankPools
+from stored_tensors import tensors_of
 from training_jobs import SECONDS_TO_REPORT, SECONDS_TO_TRAIN, check_report, script, written
 
 from megatron_zb.distill import block_library, shards

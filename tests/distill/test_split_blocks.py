@@ -32,9 +32,9 @@ from distillation_cases import (
     job_of,
     learnt_alone,
     learnt_in_pipeline,
-    tensors_of,
 )
 from ranks import Kind, RankPools
+from stored_tensors import tensors_of
 
 from megatron_zb.distill import checkpoint
 from megatron_zb.distill.blocks import layer_config

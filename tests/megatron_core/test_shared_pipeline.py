@@ -69,8 +69,8 @@ def train(
         if verifies:
             pipeline.verify()
         losses: dict[str, list[list[float]]] = {name: [] for name in names}
-        for call in range(CALLS):
-            data = [part.merged(_data(case, adapters, call, broken)) for _ in chunks]
+        data = [part.merged(_data(case, adapters, broken)) for _ in chunks]
+        for _ in range(CALLS):
             records = forward_backward(
                 pipeline.forward_backward_func, chunks, data, adapters.num_units
             )
@@ -80,16 +80,14 @@ def train(
     return Trained({name: model.values(name) for name in names}, losses, model.updates)
 
 
-def _data(case: GPTCase, adapters: Adapters, call: int, broken: str) -> dict[str, Iterator[Any]]:
-    """The microbatches of each adapter, others in every call."""
-    return {
-        it.name: _data_of(case, it, call, nan if it.name == broken else 1.0) for it in adapters.each
-    }
+def _data(case: GPTCase, adapters: Adapters, broken: str) -> dict[str, Iterator[Any]]:
+    """The microbatches of each adapter in all calls."""
+    return {it.name: _data_of(case, it, nan if it.name == broken else 1.0) for it in adapters.each}
 
 
-def _data_of(case: GPTCase, adapter: Adapter, call: int, factor: float) -> Iterator[Any]:
-    count = adapter.microbatches * adapter.steps
-    for batch in microbatches(case, count, 100 * ord(adapter.name) + call * count):
+def _data_of(case: GPTCase, adapter: Adapter, factor: float) -> Iterator[Any]:
+    count = CALLS * adapter.microbatches * adapter.steps
+    for batch in microbatches(case, count, 100 * ord(adapter.name)):
         yield {**batch, "loss_mask": factor * batch["loss_mask"]}
 
 

@@ -52,6 +52,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], str]] = {
     "overlap": ({refusals.OVERLAP: True}, "--overlap-moe-expert-parallel-comm"),
     "vocabulary": ({"pipeline_vocabulary": "on"}, "--pipeline-vocabulary on"),
     "slices": ({"pipeline_slices": 4}, "--pipeline-slices"),
+    "adapters": ({"pipeline_adapters": "x.yaml"}, "--pipeline-adapters"),
     "layer_streams": (
         {"draws_by_layer": True},
         f"--pipeline-random-streams layer, which {CHOICE} brings,",

@@ -18,8 +18,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
 )
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.distributed_c10d import _world
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -442,16 +440,4 @@ def differences(ours: Mapping[Key, Learnt], alone: Mapping[Key, Learnt]) -> list
                 found.append(
                     f"{key}: {name} is off by {(weight - expected.weights[name]).abs().max()}"
                 )
-    return found
-
-
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint's files."""
-    files = FileSystemReader(path)
-    found = {
-        name: torch.empty(of.size, dtype=of.properties.dtype)
-        for name, of in files.read_metadata().state_dict_metadata.items()
-        if isinstance(of, TensorStorageMetadata)
-    }
-    load(found, storage_reader=files, no_dist=True)
     return found

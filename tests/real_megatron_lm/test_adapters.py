@@ -1,0 +1,122 @@
+"""Several LoRA adapters of one base: each is, to the last digit, what it is in a separate run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from stored_tensors import tensors_of
+
+from real_megatron_lm.runs import MODEL, PIPELINE_OF_TWO, Logged, pretrain
+
+# What adapters have in the file, not as flags of the whole run.
+OF_FILE = ("--global-batch-size 8", "--train-iters 7")
+SPECIAL = {"a": "batch: 4, steps: 4, rank: 4", "b": "batch: 2, steps: 3, rank: 8, alpha: 8"}
+_LINE = re.compile(r"^ adapter (\w+) \| iteration +(\d+)/.*(lm loss: \S+ \|.*)$", re.M)
+
+
+def model() -> str:
+    text = MODEL
+    for flags in OF_FILE:
+        assert flags in text
+        text = text.replace(flags, "")
+    return text
+
+
+def written(path: Path, entries: dict[str, str]) -> Path:
+    """A file of adapters that differ in more than their names."""
+    lines = [f"  - {{name: {n}, seed: {ord(n[0])}, {entry}}}" for n, entry in entries.items()]
+    path.write_text("\n".join(["adapters:", *lines, ""]))
+    return path
+
+
+def train(
+    checkout: Path, base: Path, save: Path, entries: dict[str, str], schedule: str, *more: str
+) -> Logged:
+    save.mkdir(exist_ok=True)
+    file = written(save / "adapters.yaml", entries)
+    files = f"--load {base} --save {save} --save-interval 2 --pipeline-adapters {file}"
+    flags = f"{files} --pipeline-schedule {schedule}"
+    return pretrain(checkout, model(), PIPELINE_OF_TWO, flags, *more, ranks=2)
+
+
+def lines_of(run: Logged) -> dict[str, list[tuple[str, str]]]:
+    """The steps of each adapter in the log, each with its losses and its norm."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, step, said in _LINE.findall(run.output):
+        found.setdefault(name, []).append((step, said))
+    return found
+
+
+def evaluation_of(run: Logged, name: str) -> list[str]:
+    return re.findall(rf"validation loss at iteration \d+ of adapter {name} \| (.*)", run.output)
+
+
+def saved(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of the last checkpoint of an adapter: weights and states of the optimizer."""
+    step = int((folder / name / "latest_checkpointed_iteration.txt").read_text())
+    return tensors_of(folder / name / f"iter_{step:07d}")
+
+
+def check_same_adapter(ours: Path, theirs: Path, name: str) -> None:
+    one, other = saved(ours, name), saved(theirs, name)
+    assert one.keys() == other.keys()
+    assert sum("linear_" in key for key in one) > 8
+    for key, value in one.items():
+        assert torch.equal(value, other[key]), key
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half", "v-zb", "interleaved"])
+def test_each_adapter_is_as_in_a_separate_run(
+    checkout: Path, checkpoint_of_two: Path, tmp_path: Path, schedule: str
+) -> None:
+    more = "--num-virtual-stages-per-pipeline-rank 2" if schedule == "interleaved" else ""
+    more += " --attention-dropout .1 --clip-grad 1"
+    together = train(checkout, checkpoint_of_two, tmp_path / "all", SPECIAL, schedule, more)
+    assert together.code == 0, together.output
+    lines = lines_of(together)
+    assert {name: len(of) for name, of in lines.items()} == {"a": 4, "b": 3}
+    for name, entry in SPECIAL.items():
+        only = {name: entry}
+        alone = train(checkout, checkpoint_of_two, tmp_path / name, only, schedule, more)
+        assert alone.code == 0, alone.output
+        assert lines_of(alone) == {name: lines[name]}
+        assert evaluation_of(alone, name) == evaluation_of(together, name) != []
+        check_same_adapter(tmp_path / name, tmp_path / "all", name)
+
+
+def test_a_job_goes_on_with_others(checkout: Path, checkpoint_of_two: Path, tmp_path: Path) -> None:
+    """It ends early; then one adapter is left out, and another one begins beside the first."""
+    save = tmp_path / "save"
+    first = train(checkout, checkpoint_of_two, save, SPECIAL, "v-zb", "--exit-interval 2")
+    assert first.code == 0, first.output
+    assert lines_of(first).keys() == {"a", "b"}
+    others = {"a": SPECIAL["a"], "c": "batch: 2, steps: 2, rank: 2, modules: [linear_proj]"}
+    second = train(checkout, checkpoint_of_two, save, others, "v-zb")
+    assert second.code == 0, second.output
+    assert "megatron_zb: adapter a: going on after 2 of 4 steps" in second.said
+    whole = train(checkout, checkpoint_of_two, tmp_path / "whole", others, "v-zb")
+    lines = lines_of(whole)
+    assert lines_of(second) == {"a": lines["a"][2:], "c": lines["c"]}
+    assert lines_of(first)["a"] == lines["a"][:2]
+    for name in others:
+        check_same_adapter(save, tmp_path / "whole", name)
+    assert (save / "b" / "iter_0000002").is_dir()  # it can go on another time
+
+
+def test_one_whose_loss_is_no_number_ends_without_the_others(
+    checkout: Path, checkpoint_of_two: Path, tmp_path: Path
+) -> None:
+    """Its weights are multiplied by 10,000 in every step."""
+    diverging = "batch: 2, steps: 9, rank: 4, learning_rate: 100, weight_decay: 100"
+    entries = {"a": SPECIAL["a"], "bad": diverging}
+    both = train(checkout, checkpoint_of_two, tmp_path / "both", entries, "v-zb")
+    assert both.code != 0, both.output
+    (said,) = both.error.splitlines()
+    assert re.search(r"adapter bad ended in step \d, whose loss or gradient is no number", said)
+    alone = train(checkout, checkpoint_of_two, tmp_path / "a", {"a": SPECIAL["a"]}, "v-zb")
+    assert alone.code == 0, alone.output
+    assert lines_of(both)["a"] == lines_of(alone)["a"]
+    check_same_adapter(tmp_path / "a", tmp_path / "both", "a")
