@@ -77,6 +77,7 @@ NEEDS = {
     "pipeline_host_limit": "`--pipeline-offload auto`",
     "pipeline_vocabulary": "a pipeline size that divides the rows of the vocabulary "
     "(`--make-vocab-size-divisible-by`)",
+    "pipeline_adapters": "`--load`, and a file of [adapters](adapters.md)",
     "pipeline_timeout": "nothing",
     "pipeline_allow_other_data": "`--load`",
     CHUNKS: "`--pipeline-schedule interleaved`, `wave` or `auto`",
@@ -99,6 +100,7 @@ EXAMPLES = {
     "--pipeline-offload auto",
     "pipeline_host_limit": "--pipeline-schedule v-zb --pipeline-memory-limit 0.6 "
     "--pipeline-offload auto --pipeline-host-limit 16GiB",
+    "pipeline_adapters": "--pipeline-schedule v-zb --load base --pipeline-adapters adapters.yaml",
     "pipeline_profile": "--pipeline-schedule zb-h1 --pipeline-profile run.yaml",
     "pipeline_verify": "--pipeline-schedule v-half --pipeline-verify",
     "pipeline_warm_up": "--pipeline-schedule v-half --pipeline-warm-up off",
@@ -127,6 +129,7 @@ CONDITIONS = {
     "verify": "pipeline_verify",
     "warm_up": "pipeline_warm_up",
     "slices": "pipeline_slices",
+    "adapters": "pipeline_adapters",
     "overlap": OVERLAP,
 }
 """The setting that a condition of refusals.yaml is about."""

@@ -21,6 +21,7 @@ SUBPACKAGES = {
     "distill",
     "drawing",
     "job",
+    "lora",
     "measured",
     "megatron_core",
     "megatron_lm",

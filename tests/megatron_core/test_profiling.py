@@ -63,6 +63,7 @@ from megatron_zb.runtime import observer
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.runtime.observer import MemoryRecorder, Recorder, Span
+from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.lowering import peak_with_messages
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
@@ -382,7 +383,7 @@ def test_auto_goes_on_with_a_sharded_vocabulary_too(ranks: RankPools, case: GPTC
         assert all(losses == rank.losses[0] for losses in rank.losses)
         for of_step in rank.gradients:
             assert all(torch.equal(g, of_step[name]) for name, g in rank.gradients[0].items())
-    counted_costs, measured_costs = (found[0].costs[i].vocabulary for i in (0, -1))
+    counted_costs, measured_costs = (found[0].costs[i].feature(Vocabulary) for i in (0, -1))
     assert counted_costs is not None and measured_costs is not None
     assert counted_costs.loss == 0 < measured_costs.loss
     kinds = {p.kind for rank in found[0].orders[-1].ranks for p in rank}

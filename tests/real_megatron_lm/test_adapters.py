@@ -9,7 +9,7 @@ import pytest
 import torch
 from stored_tensors import tensors_of
 
-from real_megatron_lm.runs import MODEL, PIPELINE_OF_TWO, Logged, pretrain
+from real_megatron_lm.runs import MODEL, Logged, pretrain
 
 # What adapters have in the file, not as flags of the whole run.
 OF_FILE = ("--global-batch-size 8", "--train-iters 7")
@@ -33,13 +33,20 @@ def written(path: Path, entries: dict[str, str]) -> Path:
 
 
 def train(
-    checkout: Path, base: Path, save: Path, entries: dict[str, str], schedule: str, *more: str
+    checkout: Path,
+    base: Path,
+    save: Path,
+    entries: dict[str, str],
+    schedule: str,
+    *more: str,
+    ranks: int = 2,
 ) -> Logged:
     save.mkdir(exist_ok=True)
     file = written(save / "adapters.yaml", entries)
     files = f"--load {base} --save {save} --save-interval 2 --pipeline-adapters {file}"
     flags = f"{files} --pipeline-schedule {schedule}"
-    return pretrain(checkout, model(), PIPELINE_OF_TWO, flags, *more, ranks=2)
+    pipeline = f"--pipeline-model-parallel-size {ranks}"
+    return pretrain(checkout, model(), pipeline, flags, *more, ranks=ranks)
 
 
 def lines_of(run: Logged) -> dict[str, list[tuple[str, str]]]:
@@ -88,13 +95,13 @@ def test_each_adapter_is_as_in_a_separate_run(
 
 
 def test_a_job_goes_on_with_others(checkout: Path, checkpoint_of_two: Path, tmp_path: Path) -> None:
-    """It ends early; then one adapter is left out, and another one begins beside the first."""
+    """It ends early; then one adapter is left out, another one begins, on twice as many ranks."""
     save = tmp_path / "save"
     first = train(checkout, checkpoint_of_two, save, SPECIAL, "v-zb", "--exit-interval 2")
     assert first.code == 0, first.output
     assert lines_of(first).keys() == {"a", "b"}
     others = {"a": SPECIAL["a"], "c": "batch: 2, steps: 2, rank: 2, modules: [linear_proj]"}
-    second = train(checkout, checkpoint_of_two, save, others, "v-zb")
+    second = train(checkout, checkpoint_of_two, save, others, "v-half", ranks=4)
     assert second.code == 0, second.output
     assert "megatron_zb: adapter a: going on after 2 of 4 steps" in second.said
     whole = train(checkout, checkpoint_of_two, tmp_path / "whole", others, "v-zb")
