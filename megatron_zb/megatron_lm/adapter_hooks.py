@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb.errors import UsageError, end_with
+from megatron_zb.lora import peft_folder
 from megatron_zb.lora.adapter_file import FLAG, Job, jobs_of
 from megatron_zb.lora.checkpoint import AdapterCheckpoints, steps_saved
 from megatron_zb.lora.layers import LoRALayers, LoRAShape
@@ -359,8 +360,18 @@ class _Training:
                 own = self._optimizers.each[job.name]
                 checkpoints.save(job, own, step, arguments.tensor_model_parallel_size)
                 _say(f"adapter {job.name} is saved after {step} steps")
+                if is_done:
+                    self._write_peft(job, own, call["config"], Path(arguments.save))
         if arguments.eval_iters and (is_done or step % arguments.eval_interval == 0):
             self._evaluate(job, call, arguments)
+
+    def _write_peft(self, job: Job, own: AdapterOptimizer, config: Any, folder: Path) -> None:
+        why = peft_folder.why_not(config)
+        if why is not None:
+            _say(f"adapter {job.name} is not written as a PEFT folder: {why}")
+            return
+        peft_folder.write(folder, job, own, config)
+        _say(f"adapter {job.name} is in {folder / job.name / peft_folder.FOLDER} for PEFT")
 
     def _evaluate(self, job: Job, call: Mapping[str, Any], arguments: Any) -> None:
         from megatron.training import training
