@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOR_NEW_USERS = """
-README getting_started how_it_works worth_it pre_training moe fine_tuning adapters reinforcement_learning
-long_context models memory troubleshooting
+README getting_started how_it_works worth_it pre_training moe fine_tuning adapters
+reinforcement_learning long_context models memory troubleshooting
 """.split()
 HYPHENATION = pyphen.Pyphen(lang="en_US")
 FEW_SENTENCES = 5  # pages of tables have no reading ease

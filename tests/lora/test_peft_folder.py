@@ -35,7 +35,7 @@ LLAMA = GPTCase(
         ("add_bias_linear", False),
     ),
 )
-JOB = Job(Entry(name="a", rank=RANK, alpha=ALPHA), {}, 1)
+JOB = Job(Entry.model_validate({"name": "a", "rank": RANK, "alpha": ALPHA}), {}, 1)
 
 
 def write(case: GPTCase, folder: Path) -> list[dict[str, torch.Tensor]]:
