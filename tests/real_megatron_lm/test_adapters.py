@@ -40,13 +40,15 @@ def train(
     schedule: str,
     *more: str,
     ranks: int = 2,
+    program: str | None = None,
 ) -> Logged:
     save.mkdir(exist_ok=True)
     file = written(save / "adapters.yaml", entries)
     files = f"--load {base} --save {save} --save-interval 2 --pipeline-adapters {file}"
     flags = f"{files} --pipeline-schedule {schedule}"
     pipeline = f"--pipeline-model-parallel-size {ranks}"
-    return pretrain(checkout, model(), pipeline, flags, *more, ranks=ranks)
+    path = None if program is None else Path(__file__).with_name(program)
+    return pretrain(checkout, model(), pipeline, flags, *more, ranks=ranks, program=path)
 
 
 def lines_of(run: Logged) -> dict[str, list[tuple[str, str]]]:
@@ -127,3 +129,28 @@ def test_one_whose_loss_is_no_number_ends_without_the_others(
     assert alone.code == 0, alone.output
     assert lines_of(both)["a"] == lines_of(alone)["a"]
     check_same_adapter(tmp_path / "a", tmp_path / "both", "a")
+
+
+def test_after_a_rank_is_killed_each_goes_on_from_its_last_checkpoint(
+    checkout: Path, checkpoint_of_two: Path, tmp_path: Path
+) -> None:
+    """In the fourth step of both; they are saved after every second one."""
+    entries = {"a": SPECIAL["a"], "b": SPECIAL["b"].replace("steps: 3", "steps: 5")}
+    save, program = tmp_path / "save", "run_and_kill_adapters.py"
+    killed = train(checkout, checkpoint_of_two, save, entries, "v-half", program=program)
+    assert killed.code != 0
+    done = lines_of(killed)
+    assert {name: [step for step, _ in of] for name, of in done.items()} == {
+        "a": ["1", "2", "3"],
+        "b": ["1", "2", "3"],
+    }
+    again = train(checkout, checkpoint_of_two, save, entries, "v-half")
+    assert again.code == 0, again.output
+    lines = lines_of(again)
+    for name, of in lines.items():
+        assert f"megatron_zb: adapter {name}: going on after 2 of" in again.output
+        assert done[name][2] == of[0]  # the step that was lost, again
+    whole = train(checkout, checkpoint_of_two, tmp_path / "whole", entries, "v-half")
+    assert {name: of[2:] for name, of in lines_of(whole).items()} == lines
+    for name in entries:
+        check_same_adapter(save, tmp_path / "whole", name)
