@@ -74,6 +74,13 @@ class AdapterOptimizer:
             self.scheduler.step(increment=samples)
         return Stepped(bool(is_done), None if norm is None else float(norm))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights and their gradients on this rank; the optimizer has more."""
+        weights = sum(w.numel() * w.element_size() for w in self.weights())
+        gradients = (b.grad_data for c in self.chunks for b in c.buffers)
+        return weights + sum(it.numel() * it.element_size() for it in gradients)
+
     def weights(self) -> Iterable[Any]:
         """Yield the weights on this rank."""
         for chunk in self.chunks:

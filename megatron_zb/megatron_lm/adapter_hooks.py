@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -177,6 +178,13 @@ class _Training:
             if checkpoints is not None and (step := self._run.done[job.name]):
                 checkpoints.load(job, each[job.name], step)
                 _say(f"adapter {job.name}: going on after {step} of {job.steps} steps")
+        of_base = sum(w.numel() * w.element_size() for c in model for w in c.parameters())
+        of_adapters = sum(own.num_bytes for own in each.values())
+        _say(
+            f"{len(each)} adapters take {of_adapters / 2**20:.2f} MiB on rank 0 for weights and "
+            f"gradients, beside {of_base / 2**20:.2f} MiB of the base, and the states of their "
+            "optimizers"
+        )
         self._part = self._pipeline.train_adapters(self._optimizers, self._run.done)
         config.timers = None
 
@@ -248,6 +256,7 @@ class _Training:
 
         part, optimizers = self._part, self._optimizers
         assert part is not None and optimizers is not None
+        start = time.perf_counter()
         for job in going:
             optimizers.each[job.name].clear()
         records = training.get_forward_backward_func()(
@@ -263,8 +272,13 @@ class _Training:
         for job in going:
             optimizers.each[job.name].reduce()
         losses, broken = self._losses(going, records)
+        updated = {
+            job.name: self._update(job, losses[job.name], job.name in broken) for job in going
+        }
+        seconds = time.perf_counter() - start
         for job in going:
-            self._update(job, losses[job.name], job.name in broken, arguments)
+            if (said := updated[job.name]) is not None:
+                self._log(job, said, seconds, arguments)
 
     def _merged(self, of_chunk: Mapping[str, Any]) -> Iterator[Any] | None:
         assert self._part is not None
@@ -304,16 +318,16 @@ class _Training:
         }
         return found, broken
 
-    def _update(
-        self, job: Job, losses: Mapping[str, float], is_broken: bool, arguments: Any
-    ) -> None:
-        """Step the optimizer of an adapter, and log it; one whose loss is no number ends here.
+    def _update(self, job: Job, losses: Mapping[str, float], is_broken: bool) -> str | None:
+        """Step the optimizer of an adapter, and return the end of its line in the log.
 
-        A loss scale that is too large is none of these: the optimizer leaves the step out.
+        One whose loss is no number ends here, and has no line. A loss scale that is too large is
+        none of these: the optimizer leaves the step out.
         """
         optimizers = self._optimizers
         assert optimizers is not None
         own = optimizers.each[job.name]
+        arguments = _arguments()
         scales = arguments.fp16 and arguments.loss_scale is None
         if is_broken and not (scales and all(map(math.isfinite, losses.values()))):
             step = self._run.done[job.name] + 1
@@ -323,20 +337,26 @@ class _Training:
             )
             self._run.jobs.remove(job)
             _say(self._failed[job.name])
-            return
+            return None
         rate = own.optimizer.param_groups[0]["lr"]
         stepped = own.step(job.batch)
         self._run.done[job.name] += 1
+        norm = "" if stepped.norm is None else f" grad norm: {stepped.norm:.3f} |"
+        scale = own.optimizer.get_loss_scale().item()
+        said = "".join(f" {name}: {loss:.6E} |" for name, loss in losses.items())
+        skipped = "" if stepped.is_done else " skipped |"
+        return (
+            f" learning rate: {rate:.6E} | global batch size: {job.batch:5d} |{said} loss scale: "
+            f"{scale:.1f} |{norm}{skipped}"
+        )
+
+    def _log(self, job: Job, said: str, seconds: float, arguments: Any) -> None:
         step = self._run.done[job.name]
         if step % arguments.log_interval == 0 or step == job.steps:
-            norm = "" if stepped.norm is None else f" grad norm: {stepped.norm:.3f} |"
-            scale = own.optimizer.get_loss_scale().item()
-            said = "".join(f" {name}: {loss:.6E} |" for name, loss in losses.items())
-            skipped = "" if stepped.is_done else " skipped |"
             _log(
                 f" adapter {job.name} | iteration {step:8d}/{job.steps:8d} | consumed samples: "
-                f"{step * job.batch:12d} | learning rate: {rate:.6E} | global batch size: "
-                f"{job.batch:5d} |{said} loss scale: {scale:.1f} |{norm}{skipped}"
+                f"{step * job.batch:12d} | elapsed time per iteration (ms): {1000 * seconds:.1f} |"
+                f"{said}"
             )
 
     def _after_step(

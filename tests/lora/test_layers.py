@@ -45,7 +45,7 @@ def train(case: GPTCase, schedule: str, *, clip: float = 0.0) -> dict[str, torch
     with built(case, order, adapters.num_units, lambda: 0) as (pipeline, chunks):
         assert pipeline is not None
         layers = LoRALayers(chunks, SHAPES)
-        each = {name: _optimizer(layers, name, case, clip) for name in SHAPES}
+        each = {name: new_optimizer(layers, name, case, clip) for name in SHAPES}
         part = pipeline.train_adapters(AdapterOptimizers(layers, each, get_model_config(chunks[0])))
         of_adapters = [
             {name: iter(microbatches(case, 2 * M, ord(name))) for name in SHAPES} for _ in chunks
@@ -71,7 +71,7 @@ def train(case: GPTCase, schedule: str, *, clip: float = 0.0) -> dict[str, torch
     return found
 
 
-def _optimizer(layers: LoRALayers, name: str, case: GPTCase, clip: float) -> AdapterOptimizer:
+def new_optimizer(layers: LoRALayers, name: str, case: GPTCase, clip: float) -> AdapterOptimizer:
     chunks = wrapped(layers.weights[name], DistributedDataParallelConfig(), name)
     config = OptimizerConfig(lr=0.01, adam_eps=1e-4, params_dtype=case.torch_dtype, clip_grad=clip)
     optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
