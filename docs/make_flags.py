@@ -77,6 +77,7 @@ NEEDS = {
     "pipeline_host_limit": "`--pipeline-offload auto`",
     "pipeline_vocabulary": "a pipeline size that divides the rows of the vocabulary "
     "(`--make-vocab-size-divisible-by`)",
+    "pipeline_adapter_steps": "`--pipeline-adapters`",
     "pipeline_adapters": "`--load`, and a file of [adapters](adapters.md)",
     "pipeline_timeout": "nothing",
     "pipeline_allow_other_data": "`--load`",
@@ -101,6 +102,8 @@ EXAMPLES = {
     "pipeline_host_limit": "--pipeline-schedule v-zb --pipeline-memory-limit 0.6 "
     "--pipeline-offload auto --pipeline-host-limit 16GiB",
     "pipeline_adapters": "--pipeline-schedule v-zb --load base --pipeline-adapters adapters.yaml",
+    "pipeline_adapter_steps": "--pipeline-schedule v-zb --load base --pipeline-adapters "
+    "adapters.yaml --pipeline-adapter-steps 4",
     "pipeline_profile": "--pipeline-schedule zb-h1 --pipeline-profile run.yaml",
     "pipeline_verify": "--pipeline-schedule v-half --pipeline-verify",
     "pipeline_warm_up": "--pipeline-schedule v-half --pipeline-warm-up off",

@@ -20,7 +20,7 @@ SUBPACKAGES: dict[str, set[str]] = {
     "runtime": {"schedules"},
     "megatron_core": {"schedules", "job", "measured", "runtime"},
     "cpu_ranks": {"megatron_core"},
-    "lora": {"measured", "megatron_core"},
+    "lora": {"measured", "runtime", "megatron_core"},
     "megatron_lm": {
         "schedules",
         "job",

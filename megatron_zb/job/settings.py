@@ -216,6 +216,14 @@ class ScheduleSettings:
         "out has the value of its flag. Each is saved in a folder of --save, from which it goes on "
         "(default: none, and the model itself is trained)",
     )
+    pipeline_adapter_steps: int | None = _setting(
+        type=int,
+        metavar="N",
+        example="1f1b",
+        help="with --pipeline-adapters: keep the pipeline filled for N steps of each adapter. "
+        "A stage goes on with other adapters until an adapter's last step is done there. All are "
+        "saved and evaluated when it is drained, after every N-th step (default: 1)",
+    )
     pipeline_layer_layout: str | None = _setting(
         metavar={MEGATRON_LM: "auto|FILE", TRAINER: "LAYOUT"},
         help={
@@ -335,6 +343,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
         "pipeline_vocabulary",
         *_RECOMPUTE_AND_OFFLOAD,
         "pipeline_adapters",
+        "pipeline_adapter_steps",
         *_RUN_NAMES,
         "enable_optimizer_post_validation",
         "post_validation_snapshot",

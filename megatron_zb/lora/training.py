@@ -8,6 +8,7 @@ clips by the norm of the whole adapter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,10 +24,22 @@ from megatron_zb.lora.layers import DIVIDED, AdapterWeights, LoRALayers
 
 
 class Stepped(NamedTuple):
-    """What an optimizer has done: whether it changed the weights, and the norm of the gradient."""
+    """What an optimizer has done.
+
+    Args:
+        is_done: whether it has changed the weights.
+        norm: of the gradient; None if it was not computed.
+        rate: learning rate of the step.
+    """
 
     is_done: bool
     norm: float | None
+    rate: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the norm is a number, where it is known."""
+        return self.norm is None or math.isfinite(self.norm)
 
 
 @dataclass(frozen=True)
@@ -37,11 +50,18 @@ class AdapterOptimizer:
         chunks: its weights in each model chunk that has any, wrapped for data parallelism.
         optimizer: of Megatron, over these.
         scheduler: of the learning rate and the weight decay.
+        samples: of a step, over all replicas.
     """
 
     chunks: Sequence[Any]
     optimizer: Any
     scheduler: Any
+    samples: int
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def clear(self) -> None:
         """Set the gradients to zero."""
@@ -67,12 +87,13 @@ class AdapterOptimizer:
         sums = [b.grad_data.sum(dtype=torch.float32) for c in self.chunks for b in c.buffers]
         return all(bool(it.isfinite()) for it in sums)
 
-    def step(self, samples: int) -> Stepped:
-        """Step the optimizer, and the schedule of the learning rate by a number of samples."""
+    def step(self) -> Stepped:
+        """Step the optimizer and the schedule of its learning rate."""
+        rate = self.rate
         is_done, norm, _ = self.optimizer.step()
         if is_done:
-            self.scheduler.step(increment=samples)
-        return Stepped(bool(is_done), None if norm is None else float(norm))
+            self.scheduler.step(increment=self.samples)
+        return Stepped(bool(is_done), None if norm is None else float(norm), rate)
 
     @property
     def num_bytes(self) -> int:
@@ -118,6 +139,29 @@ class AdapterOptimizers:
 
     def update(self, chunk: int, adapter: str) -> None:
         """Leave the update to the end of the step, when the whole pipeline has its gradients."""
+
+    def gradients_ready(self, chunk: int, adapter: str) -> None:
+        """Leave the gradients to the end of the step."""
+
+    def catch_up(self, adapter: str) -> None:
+        """Do nothing: a step of the pipeline has one step of each adapter."""
+
+    # --- after a step of the pipeline
+
+    def end_step(self, adapter: str) -> None:
+        """Make the gradients of an adapter complete; collective over the replicas."""
+        self.each[adapter].reduce()
+
+    def is_finite(self, adapter: str) -> bool:
+        """Return whether the gradients of an adapter are numbers, as far as this rank knows."""
+        return self.each[adapter].has_finite_gradients()
+
+    def stepped(self, adapter: str) -> list[Stepped]:
+        """Step the optimizer of an adapter, and return what it has done; collective over the model.
+
+        With steps within a step of the pipeline, these have been done.
+        """
+        return [self.each[adapter].step()]
 
 
 def wrapped(weights: Sequence[AdapterWeights], ddp_config: Any, name: str) -> list[Any]:

@@ -50,15 +50,29 @@ class AdapterModel(Protocol):
         the pipeline come to this update at other times, so it must not communicate with them.
         """
 
+    def gradients_ready(self, chunk: int, adapter: str) -> None:
+        """Take note that B of all microbatches of an adapter's step have run in a chunk."""
+
+    def catch_up(self, adapter: str) -> None:
+        """Finish the last update of an adapter, before the first F of its next step.
+
+        All ranks of the pipeline have run ``gradients_ready`` for that step by then.
+        """
+
 
 class AdapterStage(MegatronStage):
     """Stage that computes every microbatch with its adapter."""
 
     def __init__(self, *arguments: Any, adapters: SharedPipelinePart) -> None:
         self._adapters = adapters
+        self._left: dict[tuple[str, int], int] = {}
         super().__init__(*arguments)
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+        if self._trains:
+            adapter, _, own = self._adapters.rules.at(microbatch)
+            if own == 0:
+                self._adapters.model.catch_up(adapter.name)
         self._select(microbatch)
         return super().forward(microbatch, activation)
 
@@ -72,7 +86,24 @@ class AdapterStage(MegatronStage):
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self._select(microbatch)
-        return super().backward(microbatch, gradient)
+        result = super().backward(microbatch, gradient)
+        self._count_backward(microbatch)
+        return result
+
+    def _count_backward(self, microbatch: int) -> None:
+        """Report the last B of an adapter's step on this stage."""
+        if not self._trains:
+            return
+        adapter, step, _ = self._adapters.rules.at(microbatch)
+        left = self._left.setdefault((adapter.name, step), adapter.microbatches) - 1
+        self._left[adapter.name, step] = left
+        if left == 0:
+            self._adapters.model.gradients_ready(self.chunk, adapter.name)
+
+    @property
+    def _trains(self) -> bool:
+        step = self._step
+        return not (step.forward_only or step.is_rehearsal or step.is_warm_up)
 
     def backward_weight(self, microbatch: int) -> None:
         self._select(microbatch)
@@ -80,7 +111,7 @@ class AdapterStage(MegatronStage):
 
     def update(self, microbatch: int) -> None:
         """Update the adapter of a microbatch, the first of a step, on this stage."""
-        if not (self._step.is_rehearsal or self._step.is_warm_up):
+        if self._trains:
             name = self._adapters.rules.at(microbatch)[0].name
             self._adapters.model.update(self.chunk, name)
 

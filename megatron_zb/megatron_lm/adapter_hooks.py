@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,8 @@ from megatron_zb.lora import peft_folder
 from megatron_zb.lora.adapter_file import FLAG, Job, jobs_of
 from megatron_zb.lora.checkpoint import AdapterCheckpoints, steps_saved
 from megatron_zb.lora.layers import LoRALayers, LoRAShape
-from megatron_zb.lora.training import AdapterOptimizer, AdapterOptimizers, wrapped
+from megatron_zb.lora.streamed import StreamedOptimizers
+from megatron_zb.lora.training import AdapterOptimizer, AdapterOptimizers, Stepped, wrapped
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.shared_pipeline import SharedPipelinePart
 from megatron_zb.megatron_lm.replacing import replace, when
@@ -50,6 +52,8 @@ class AdapterRun:
 
     jobs: list[Job]
     done: dict[str, int]
+    steps: int = 1
+    """Of each adapter in a step of the pipeline."""
 
     @property
     def going(self) -> list[Job]:
@@ -58,9 +62,11 @@ class AdapterRun:
 
     @property
     def adapters(self) -> Adapters:
-        """One step of each adapter that has steps left, or of all where none has."""
+        """The next steps of each adapter that has steps left, or of all where none has."""
         jobs = self.going or self.jobs
-        return Adapters(tuple(Adapter(job.name, job.microbatches) for job in jobs))
+        left = {job.name: max(job.steps - self.done[job.name], 1) for job in jobs}
+        each = (Adapter(it.name, it.microbatches, min(self.steps, left[it.name])) for it in jobs)
+        return Adapters(tuple(each))
 
 
 def prepare(args: argparse.Namespace) -> AdapterRun | None:
@@ -70,7 +76,12 @@ def prepare(args: argparse.Namespace) -> AdapterRun | None:
         UsageError: the file is wrong, there is no base, or an adapter cannot be continued.
     """
     if args.pipeline_adapters is None:
+        if args.pipeline_adapter_steps is not None:
+            raise UsageError(f"--pipeline-adapter-steps is for adapters: give {FLAG}")
         return None
+    steps = 1 if args.pipeline_adapter_steps is None else args.pipeline_adapter_steps
+    if steps < 1:
+        raise UsageError(f"--pipeline-adapter-steps is {steps}: it must be 1 or greater")
     if not (args.load or args.pretrained_checkpoint):
         raise UsageError(f"{FLAG} trains adapters of a base model: give its checkpoint as --load")
     if args.micro_batch_size is None:
@@ -84,7 +95,7 @@ def prepare(args: argparse.Namespace) -> AdapterRun | None:
     jobs = jobs_of(args, replicas)
     folder = None if args.save is None else Path(args.save)
     done = {job.name: steps_saved(folder, job, args.tensor_model_parallel_size) for job in jobs}
-    run = AdapterRun(jobs, done)
+    run = AdapterRun(jobs, done, steps)
     args.global_batch_size = args.micro_batch_size * replicas * run.adapters.num_units
     args.train_iters = max(job.steps for job in jobs)
     args.lr = args.lr or max(job.arguments["lr"] for job in jobs)
@@ -171,8 +182,12 @@ class _Training:
         each = {}
         for job in self._run.jobs:
             with changed(arguments, self._alone(job)):
-                each[job.name] = _optimizer_of(layers.weights[job.name], arguments, job.name)
-        self._optimizers = AdapterOptimizers(layers, each, config)
+                each[job.name] = _optimizer_of(layers.weights[job.name], arguments, job)
+        self._optimizers = (
+            StreamedOptimizers(layers, each, config, len(model))
+            if self._run.steps > 1
+            else AdapterOptimizers(layers, each, config)
+        )
         checkpoints = self._checkpoints(arguments)
         for job in self._run.jobs:
             if checkpoints is not None and (step := self._run.done[job.name]):
@@ -228,11 +243,12 @@ class _Training:
             if self._adapters.each != self._run.adapters.each:
                 self._pipeline.current.use_adapters(self._run.adapters)
             arguments.curr_iteration = windows
+            before = dict(self._run.done)
             self._step(going, data, call, arguments)
             windows += 1
             is_last = windows == arguments.exit_interval or _is_told_to_end(arguments)
             for job in going:
-                self._after_step(job, call, arguments, checkpoints, is_last=is_last)
+                self._after_step(job, before[job.name], call, checkpoints, is_last=is_last)
             if is_last:
                 break
         if self._failed:
@@ -256,7 +272,7 @@ class _Training:
 
         part, optimizers = self._part, self._optimizers
         assert part is not None and optimizers is not None
-        start = time.perf_counter()
+        order, start = self._adapters.each, time.perf_counter()
         for job in going:
             optimizers.each[job.name].clear()
         records = training.get_forward_backward_func()(
@@ -270,15 +286,14 @@ class _Training:
             forward_only=False,
         )
         for job in going:
-            optimizers.each[job.name].reduce()
+            optimizers.end_step(job.name)
         losses, broken = self._losses(going, records)
-        updated = {
-            job.name: self._update(job, losses[job.name], job.name in broken) for job in going
-        }
+        done = {job.name: self._update(job, job.name in broken) for job in going}
         seconds = time.perf_counter() - start
         for job in going:
-            if (said := updated[job.name]) is not None:
-                self._log(job, said, seconds, arguments)
+            for stepped, of_step in zip(done[job.name], losses[job.name], strict=False):
+                self._run.done[job.name] += 1
+                self._log(job, stepped, of_step, seconds / max(it.steps for it in order))
 
     def _merged(self, of_chunk: Mapping[str, Any]) -> Iterator[Any] | None:
         assert self._part is not None
@@ -288,8 +303,8 @@ class _Training:
 
     def _losses(
         self, going: Sequence[Job], records: Sequence[Mapping[str, Any]]
-    ) -> tuple[dict[str, dict[str, float]], set[str]]:
-        """Return the losses of every adapter, and those with a value that is no number.
+    ) -> tuple[dict[str, list[dict[str, float]]], set[str]]:
+        """Return the losses of every step of the adapters, and those with one that is no number.
 
         Each rank brings its part of the sums; the same call tells all ranks of bad gradients.
         """
@@ -298,91 +313,97 @@ class _Training:
         if not self._names:
             self._names = _agreed([*records[0]] if records else [])
         of_jobs = part.by_adapter(records) if records else {}
-        table = torch.zeros(len(going), 2 * len(self._names) + 1, device=_device())
-        for row, job in zip(table, going, strict=True):
+        rows = [(it.name, step) for it in self._adapters.each for step in range(it.steps)]
+        table = torch.zeros(len(rows), 2 * len(self._names) + 1, device=_device())
+        for row, (adapter, step) in zip(table, rows, strict=True):
             for i, name in enumerate(self._names):
-                values = [_pair(record[name]) for of in of_jobs.get(job.name, []) for record in of]
+                values = [_pair(it[name]) for it in of_jobs[adapter][step]] if of_jobs else []
                 if values:
                     row[2 * i : 2 * i + 2] = torch.stack(values).sum(dim=0)
-            if not optimizers.each[job.name].has_finite_gradients():
+            if not optimizers.is_finite(adapter):
                 row[-1] = 1
         dist.all_reduce(table)
-        found = {}
-        for row, job in zip(table.tolist(), going, strict=True):
+        arguments = _arguments()
+        scales = arguments.fp16 and arguments.loss_scale is None  # and may be too large
+        found: dict[str, list[dict[str, float]]] = {job.name: [] for job in going}
+        broken = set()
+        for row, (adapter, _) in zip(table.tolist(), rows, strict=True):
             pairs = zip(self._names, row[::2], row[1::2], strict=False)
-            found[job.name] = {name: x / n if n else math.nan for name, x, n in pairs}
-        broken = {
-            job.name
-            for row, job in zip(table.tolist(), going, strict=True)
-            if not all(map(math.isfinite, found[job.name].values())) or row[-1]
-        }
+            found[adapter].append({name: x / n if n else math.nan for name, x, n in pairs})
+            is_finite = all(map(math.isfinite, found[adapter][-1].values()))
+            if not is_finite or (row[-1] and not scales):
+                broken.add(adapter)
         return found, broken
 
-    def _update(self, job: Job, losses: Mapping[str, float], is_broken: bool) -> str | None:
-        """Step the optimizer of an adapter, and return the end of its line in the log.
+    def _update(self, job: Job, is_broken: bool) -> list[Stepped]:
+        """Step the optimizer of an adapter; return the steps that count.
 
-        One whose loss is no number ends here, and has no line. A loss scale that is too large is
-        none of these: the optimizer leaves the step out.
+        One whose loss or gradient is no number ends here. With a loss scale that is too large the
+        optimizer leaves the step out.
         """
         optimizers = self._optimizers
         assert optimizers is not None
-        own = optimizers.each[job.name]
-        arguments = _arguments()
-        scales = arguments.fp16 and arguments.loss_scale is None
-        if is_broken and not (scales and all(map(math.isfinite, losses.values()))):
-            step = self._run.done[job.name] + 1
+        if is_broken:
+            done = optimizers.stepped(job.name) if self._run.steps > 1 else []
+            counted = list(itertools.takewhile(lambda it: it.is_finite, done))
+            step = self._run.done[job.name] + len(counted) + 1
             self._failed[job.name] = (
                 f"adapter {job.name} ended in step {step}, whose loss or gradient is no number: "
                 "look at its data and its learning rate"
             )
             self._run.jobs.remove(job)
             _say(self._failed[job.name])
-            return None
-        rate = own.optimizer.param_groups[0]["lr"]
-        stepped = own.step(job.batch)
-        self._run.done[job.name] += 1
+            return counted
+        return optimizers.stepped(job.name)
+
+    def _log(self, job: Job, stepped: Stepped, losses: Mapping[str, float], seconds: float) -> None:
+        """Log a step of an adapter, in the words of Megatron-LM."""
+        step, optimizers = self._run.done[job.name], self._optimizers
+        assert optimizers is not None
+        if step % _arguments().log_interval and step != job.steps:
+            return
         norm = "" if stepped.norm is None else f" grad norm: {stepped.norm:.3f} |"
-        scale = own.optimizer.get_loss_scale().item()
+        scale = optimizers.each[job.name].optimizer.get_loss_scale().item()
         said = "".join(f" {name}: {loss:.6E} |" for name, loss in losses.items())
         skipped = "" if stepped.is_done else " skipped |"
-        return (
-            f" learning rate: {rate:.6E} | global batch size: {job.batch:5d} |{said} loss scale: "
-            f"{scale:.1f} |{norm}{skipped}"
+        _log(
+            f" adapter {job.name} | iteration {step:8d}/{job.steps:8d} | consumed samples: "
+            f"{step * job.batch:12d} | elapsed time per iteration (ms): {1000 * seconds:.1f} | "
+            f"learning rate: {stepped.rate:.6E} | global batch size: {job.batch:5d} |{said} "
+            f"loss scale: {scale:.1f} |{norm}{skipped}"
         )
-
-    def _log(self, job: Job, said: str, seconds: float, arguments: Any) -> None:
-        step = self._run.done[job.name]
-        if step % arguments.log_interval == 0 or step == job.steps:
-            _log(
-                f" adapter {job.name} | iteration {step:8d}/{job.steps:8d} | consumed samples: "
-                f"{step * job.batch:12d} | elapsed time per iteration (ms): {1000 * seconds:.1f} |"
-                f"{said}"
-            )
 
     def _after_step(
         self,
         job: Job,
+        before: int,
         call: Mapping[str, Any],
-        arguments: Any,
         checkpoints: AdapterCheckpoints | None,
         *,
         is_last: bool,
     ) -> None:
-        """Save and evaluate an adapter where it is time to, and at its end."""
+        """Save and evaluate an adapter where it is time to, and at its end.
+
+        Args:
+            before: its steps before this step of the pipeline.
+        """
         if job.name in self._failed:
             return
+        arguments = _arguments()
         step = self._run.done[job.name]
         is_done = step == job.steps
-        if checkpoints is not None:
-            every = arguments.save_interval
-            if is_done or is_last or (every and step % every == 0):
-                assert self._optimizers is not None
-                own = self._optimizers.each[job.name]
-                checkpoints.save(job, own, step, arguments.tensor_model_parallel_size)
-                _say(f"adapter {job.name} is saved after {step} steps")
-                if is_done:
-                    self._write_peft(job, own, call["config"], Path(arguments.save))
-        if arguments.eval_iters and (is_done or step % arguments.eval_interval == 0):
+
+        def is_due(every: int | None) -> bool:
+            return is_done or (every is not None and step // every > before // every)
+
+        if checkpoints is not None and (is_last or is_due(arguments.save_interval)):
+            assert self._optimizers is not None
+            own = self._optimizers.each[job.name]
+            checkpoints.save(job, own, step, arguments.tensor_model_parallel_size)
+            _say(f"adapter {job.name} is saved after {step} steps")
+            if is_done:
+                self._write_peft(job, own, call["config"], Path(arguments.save))
+        if arguments.eval_iters and is_due(arguments.eval_interval):
             self._evaluate(job, call, arguments)
 
     def _write_peft(self, job: Job, own: AdapterOptimizer, config: Any, folder: Path) -> None:
@@ -423,7 +444,7 @@ class _Training:
         return AdapterCheckpoints(Path(arguments.save), metadata)
 
 
-def _optimizer_of(weights: Sequence[Any], arguments: Any, name: str) -> AdapterOptimizer:
+def _optimizer_of(weights: Sequence[Any], arguments: Any, job: Job) -> AdapterOptimizer:
     """Wrap the weights of an adapter, and build its optimizer from the arguments that count."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import get_megatron_optimizer
@@ -434,10 +455,11 @@ def _optimizer_of(weights: Sequence[Any], arguments: Any, name: str) -> AdapterO
         use_distributed_optimizer=arguments.use_distributed_optimizer,
         average_in_collective=arguments.ddp_average_in_collective,
     )
-    chunks = wrapped(weights, ddp_config, name)
+    chunks = wrapped(weights, ddp_config, job.name)
     config, overrides = training.get_megatron_optimizer_config(arguments)
     optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides)
-    return AdapterOptimizer(chunks, optimizer, training.get_optimizer_param_scheduler(optimizer))
+    scheduler = training.get_optimizer_param_scheduler(optimizer)
+    return AdapterOptimizer(chunks, optimizer, scheduler, job.batch)
 
 
 # --- small parts

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_optimizers import new_optimizer
 from brief_searches import briefly
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.utils import get_model_config, unwrap_model
 from ranks import RankPools
 
 from megatron_zb import schedules
 from megatron_zb.lora.layers import LoRALayers, LoRAShape
-from megatron_zb.lora.training import AdapterOptimizer, AdapterOptimizers, wrapped
+from megatron_zb.lora.streamed import StreamedOptimizers
+from megatron_zb.lora.training import AdapterOptimizers
 from megatron_zb.schedules.features.adapters import Adapter, Adapters
 
-M = 2
+M, STEPS = 2, 2
 SHAPES = {
     "a": LoRAShape(4, 8.0, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), 1),
     "b": LoRAShape(2, 16.0, ("linear_proj",), 2),
@@ -28,11 +28,36 @@ SHAPES = {
 BASE = GPTCase(wrapped=False)
 
 
-class _NoSchedule:
-    """The schedule of a learning rate that stays as it is."""
+def stream(case: GPTCase, schedule: str, clip: float) -> dict[str, torch.Tensor]:
+    """Train both adapters for two steps in one call; return weights and norms, whole, by name."""
+    p = torch.distributed.get_world_size() // (case.tensor_parallel * case.data_parallel)
+    adapters = Adapters(tuple(Adapter(name, M, STEPS) for name in SHAPES))
+    with briefly():
+        order = schedules.build(schedule, pipeline_size=p, adapters=adapters)
+    found: dict[str, torch.Tensor] = {}
+    with built(case, order, adapters.num_units, lambda: 0) as (pipeline, chunks):
+        assert pipeline is not None
+        layers = LoRALayers(chunks, SHAPES)
+        each = {name: new_optimizer(layers, name, clip) for name in SHAPES}
+        optimizers = StreamedOptimizers(layers, each, get_model_config(chunks[0]), len(chunks))
+        part = pipeline.train_adapters(optimizers)
+        data = [part.merged(_data(case)) for _ in chunks]
+        for own in each.values():
+            own.clear()
+        forward_backward(pipeline.forward_backward_func, chunks, data, adapters.num_units)
+        for name, own in each.items():
+            optimizers.end_step(name)
+            assert optimizers.is_finite(name)
+            stepped = optimizers.stepped(name)
+            assert [it.is_done for it in stepped] == [True] * STEPS
+            found[f"{name} norm"] = torch.tensor(stepped[-1].norm)
+            for key, weight in own.named_weights().items():
+                found[f"{name} {key}"] = _whole(weight, weight.detach())
+    return found
 
-    def step(self, increment: int) -> None:
-        del increment
+
+def _data(case: GPTCase) -> dict[str, Any]:
+    return {name: iter(microbatches(case, STEPS * M, ord(name))) for name in SHAPES}
 
 
 def train(case: GPTCase, schedule: str, *, clip: float = 0.0) -> dict[str, torch.Tensor]:
@@ -45,13 +70,10 @@ def train(case: GPTCase, schedule: str, *, clip: float = 0.0) -> dict[str, torch
     with built(case, order, adapters.num_units, lambda: 0) as (pipeline, chunks):
         assert pipeline is not None
         layers = LoRALayers(chunks, SHAPES)
-        each = {name: new_optimizer(layers, name, case, clip) for name in SHAPES}
+        each = {name: new_optimizer(layers, name, clip) for name in SHAPES}
         part = pipeline.train_adapters(AdapterOptimizers(layers, each, get_model_config(chunks[0])))
-        of_adapters = [
-            {name: iter(microbatches(case, 2 * M, ord(name))) for name in SHAPES} for _ in chunks
-        ]
-        data = [part.merged(it) for it in of_adapters]
-        for _ in range(2):
+        data = [part.merged(_data(case)) for _ in chunks]
+        for _ in range(STEPS):
             for own in each.values():
                 own.clear()
             forward_backward(pipeline.forward_backward_func, chunks, data, adapters.num_units)
@@ -60,7 +82,7 @@ def train(case: GPTCase, schedule: str, *, clip: float = 0.0) -> dict[str, torch
                 assert own.has_finite_gradients()
                 for key, weight in own.named_weights().items():
                     found[f"{name} {key} gradient"] = _whole(weight, weight.main_grad)
-                stepped = own.step(M)
+                stepped = own.step()
                 assert stepped.is_done
                 found[f"{name} norm"] = torch.tensor(stepped.norm or 0.0)
         for name, own in each.items():
@@ -69,13 +91,6 @@ def train(case: GPTCase, schedule: str, *, clip: float = 0.0) -> dict[str, torch
         base = [w for chunk in chunks for w in unwrap_model(chunk).parameters()]
         assert base and not any(w.requires_grad for w in base)
     return found
-
-
-def new_optimizer(layers: LoRALayers, name: str, case: GPTCase, clip: float) -> AdapterOptimizer:
-    chunks = wrapped(layers.weights[name], DistributedDataParallelConfig(), name)
-    config = OptimizerConfig(lr=0.01, adam_eps=1e-4, params_dtype=case.torch_dtype, clip_grad=clip)
-    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
-    return AdapterOptimizer(chunks, optimizer, _NoSchedule())
 
 
 def _whole(weight: Any, value: torch.Tensor) -> torch.Tensor:
@@ -121,3 +136,24 @@ def test_a_v_clips_by_the_norm_of_all_ranks(ranks: RankPools) -> None:
     plain = of_all(ranks(2).run(train, case=BASE, schedule="1f1b", clip=0.01))
     ours = of_all(ranks(2).run(train, case=BASE, schedule="v-zb", clip=0.01))
     check_close(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("world", "schedule", "case"),
+    [
+        (2, "v-zb", BASE),
+        pytest.param(2, "1f1b", BASE, marks=pytest.mark.slow),
+        pytest.param(4, "v-half", replace(BASE, layers=8), marks=pytest.mark.slow),
+        pytest.param(4, "zb-h1", replace(BASE, data_parallel=2), marks=pytest.mark.slow),
+        pytest.param(4, "1f1b", replace(BASE, tensor_parallel=2), marks=pytest.mark.slow),
+    ],
+)
+def test_steps_without_a_flush_are_those_with_one(
+    ranks: RankPools, world: int, schedule: str, case: GPTCase
+) -> None:
+    pool = ranks(world)
+    apart = of_all(pool.run(train, case=case, schedule=schedule, clip=0.01))
+    ours = of_all(pool.run(stream, case=case, schedule=schedule, clip=0.01))
+    assert ours.keys() == {name for name in apart if "gradient" not in name}
+    for name, value in ours.items():
+        torch.testing.assert_close(value, apart[name], rtol=1e-5, atol=1e-6, msg=name)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from adapter_optimizers import new_optimizer
 from brief_searches import briefly
 from gpt_cases import SEQUENCE, GPTCase, built, forward_backward, microbatches
 from megatron.core.utils import get_model_config
 from ranks import RankPools
-from test_layers import new_optimizer
 
 from megatron_zb import schedules
 from megatron_zb.lora.layers import LoRALayers, LoRAShape
@@ -31,7 +31,7 @@ def taken(schedule: str, count: int) -> tuple[int, int, int]:
         assert pipeline is not None
         shapes = {it.name: LoRAShape(4, 8.0, ("linear_proj",), 1) for it in adapters.each}
         layers = LoRALayers(chunks, shapes)
-        each = {name: new_optimizer(layers, name, CASE, 0.0) for name in shapes}
+        each = {name: new_optimizer(layers, name, 0.0) for name in shapes}
         optimizers = AdapterOptimizers(layers, each, get_model_config(chunks[0]))
         part = pipeline.train_adapters(optimizers)
         weights = [w for chunk in chunks for w in chunk.parameters()]

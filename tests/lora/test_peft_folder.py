@@ -53,7 +53,7 @@ def write(case: GPTCase, folder: Path) -> list[dict[str, torch.Tensor]]:
                     weight.data.copy_(_drawn(name, *weight.shape))
         ddp = wrapped(layers.weights["a"], DistributedDataParallelConfig(), "a")
         config = get_model_config(chunks[0])
-        peft_folder.write(folder, JOB, AdapterOptimizer(ddp, None, None), config)
+        peft_folder.write(folder, JOB, AdapterOptimizer(ddp, None, None, 1), config)
         if case.tensor_parallel > 1:
             return []
         layers.select(0, "a")

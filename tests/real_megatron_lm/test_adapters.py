@@ -77,12 +77,15 @@ def check_same_adapter(ours: Path, theirs: Path, name: str) -> None:
         assert torch.equal(value, other[key]), key
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "v-half", "v-zb", "interleaved"])
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [("1f1b", 1), ("v-half", 1), ("v-zb", 1), ("interleaved", 1), ("1f1b", 2), ("v-zb", 3)],
+)
 def test_each_adapter_is_as_in_a_separate_run(
-    checkout: Path, checkpoint_of_two: Path, tmp_path: Path, schedule: str
+    checkout: Path, checkpoint_of_two: Path, tmp_path: Path, schedule: str, steps: int
 ) -> None:
     more = "--num-virtual-stages-per-pipeline-rank 2" if schedule == "interleaved" else ""
-    more += " --attention-dropout .1 --clip-grad 1"
+    more += f" --attention-dropout .1 --clip-grad .2 --pipeline-adapter-steps {steps}"
     together = train(checkout, checkpoint_of_two, tmp_path / "all", SPECIAL, schedule, more)
     assert together.code == 0, together.output
     lines = lines_of(together)

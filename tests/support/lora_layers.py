@@ -60,6 +60,12 @@ class LoRALayers:
         optimizer.step()
         optimizer.zero_grad()
 
+    def gradients_ready(self, chunk: int, adapter: str) -> None:
+        """Nothing: every stage has its optimizer."""
+
+    def catch_up(self, adapter: str) -> None:
+        """Nothing: updates have been done."""
+
     def values(self, adapter: str) -> dict[str, torch.Tensor]:
         """Return the weights of an adapter on this rank, by name."""
         chunks = self.weights[adapter]
