@@ -55,7 +55,7 @@ _EXAMPLES = {"batch": "32", "steps": "500", "learning_rate": "1e-4"}
 """Keys that each adapter needs, here or by their flag."""
 
 
-class Entry(Section):
+class AdapterEntry(Section):
     """One adapter of the file."""
 
     name: str = Field(
@@ -141,7 +141,9 @@ class Entry(Section):
 class AdapterFile(Section):
     """The whole file."""
 
-    adapters: list[Entry] = Field(min_length=1, description="the adapters that share the pipeline")
+    adapters: list[AdapterEntry] = Field(
+        min_length=1, description="the adapters that share the pipeline"
+    )
 
     @model_validator(mode="after")
     def _have_own_names(self) -> AdapterFile:
@@ -152,7 +154,7 @@ class AdapterFile(Section):
 
 
 @dataclass(frozen=True)
-class Job:
+class AdapterJob:
     """One adapter and the arguments of Megatron-LM with which it is trained.
 
     Args:
@@ -162,7 +164,7 @@ class Job:
         microbatches: of one step.
     """
 
-    entry: Entry
+    entry: AdapterEntry
     arguments: dict[str, Any]
     microbatches: int
 
@@ -189,7 +191,7 @@ class Job:
         }
 
 
-def jobs_of(args: argparse.Namespace, replicas: int) -> list[Job]:
+def jobs_of(args: argparse.Namespace, replicas: int) -> list[AdapterJob]:
     """Return the adapters that the arguments of a run ask for.
 
     Args:
@@ -204,7 +206,7 @@ def jobs_of(args: argparse.Namespace, replicas: int) -> list[Job]:
     return [_job(entry, args, replicas, path) for entry in found.adapters]
 
 
-def _job(entry: Entry, args: argparse.Namespace, replicas: int, path: Path) -> Job:
+def _job(entry: AdapterEntry, args: argparse.Namespace, replicas: int, path: Path) -> AdapterJob:
     given = dict(_arguments(entry))
     usual = {name: getattr(args, name, None) for name in STANDS_FOR.values()}
     arguments = {**usual, **given}
@@ -238,10 +240,10 @@ def _job(entry: Entry, args: argparse.Namespace, replicas: int, path: Path) -> J
     own = {STANDS_FOR[key]: arguments[STANDS_FOR[key]] for key in _EXAMPLES}
     if "weight_decay" in given:
         own |= dict.fromkeys(("start_weight_decay", "end_weight_decay"), given["weight_decay"])
-    return Job(entry, {"seed": usual["seed"], **given, **own}, microbatches)
+    return AdapterJob(entry, {"seed": usual["seed"], **given, **own}, microbatches)
 
 
-def _arguments(entry: Entry) -> Iterator[tuple[str, Any]]:
+def _arguments(entry: AdapterEntry) -> Iterator[tuple[str, Any]]:
     for key, argument in STANDS_FOR.items():
         value = getattr(entry, key)
         if value is not None:

@@ -26,13 +26,13 @@ from megatron.core.utils import (
 
 from megatron_zb import files
 from megatron_zb.errors import UsageError
-from megatron_zb.lora.adapter_file import FLAG, Job
+from megatron_zb.lora.adapter_file import FLAG, AdapterJob
 from megatron_zb.lora.training import AdapterOptimizer
 
 _TRACKER, _ABOUT = "latest_checkpointed_iteration.txt", "adapter.json"
 
 
-def steps_saved(folder: Path | None, job: Job, tensor_parallel: int) -> int:
+def steps_saved(folder: Path | None, job: AdapterJob, tensor_parallel: int) -> int:
     """Return the steps after which an adapter has been saved last, 0 if it has not.
 
     Args:
@@ -65,7 +65,7 @@ def steps_saved(folder: Path | None, job: Job, tensor_parallel: int) -> int:
     return int(text)
 
 
-def _about(job: Job, tensor_parallel: int) -> dict[str, Any]:
+def _about(job: AdapterJob, tensor_parallel: int) -> dict[str, Any]:
     return {**job.shape, "tensor_model_parallel_size": tensor_parallel}
 
 
@@ -95,7 +95,9 @@ class AdapterCheckpoints:
     def __init__(self, folder: Path, metadata: Mapping[str, Any]) -> None:
         self._folder, self._metadata = folder, dict(metadata)
 
-    def save(self, job: Job, adapter: AdapterOptimizer, step: int, tensor_parallel: int) -> None:
+    def save(
+        self, job: AdapterJob, adapter: AdapterOptimizer, step: int, tensor_parallel: int
+    ) -> None:
         """Save an adapter after a number of steps; collective over the job."""
         own = self._folder / job.name
         into = own / f"iter_{step:07d}"
@@ -110,7 +112,7 @@ class AdapterCheckpoints:
         if is_first:
             files.write_text(own / _TRACKER, f"{step}\n")
 
-    def load(self, job: Job, adapter: AdapterOptimizer, step: int) -> None:
+    def load(self, job: AdapterJob, adapter: AdapterOptimizer, step: int) -> None:
         """Load an adapter that has been saved after a number of steps; collective over the job."""
         state = self._state(adapter, is_loading=True)
         loaded = dist_checkpointing.load(state, str(self._folder / job.name / f"iter_{step:07d}"))

@@ -54,7 +54,7 @@ class LoRAShape:
     seed: int
 
 
-class Pair(NamedTuple):
+class LowRankPair(NamedTuple):
     """The two matrices of an adapter on a layer: ``[rank, inputs]`` and ``[outputs, rank]``."""
 
     down: torch.nn.Parameter
@@ -71,10 +71,10 @@ class AdapterWeights(torch.nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.pairs: dict[str, Pair] = {}
+        self.pairs: dict[str, LowRankPair] = {}
         """By the name of the layer in the whole model."""
 
-    def add(self, place: str, pair: Pair) -> None:
+    def add(self, place: str, pair: LowRankPair) -> None:
         """Add the matrices of a layer."""
         self.pairs[place] = pair
         for name, weight in pair._asdict().items():
@@ -130,7 +130,7 @@ class LoRALayers:
             if named:
                 self._hook(number, place, module, kind, named)
 
-    def _pair(self, place: str, module: Any, kind: str, shape: LoRAShape) -> Pair:
+    def _pair(self, place: str, module: Any, kind: str, shape: LoRAShape) -> LowRankPair:
         outputs, inputs = module.weight.shape
         ranks = self._config.tensor_model_parallel_size
         whole = inputs * ranks if kind == _ROW else inputs
@@ -141,7 +141,7 @@ class LoRALayers:
             first = parallel_state.get_tensor_model_parallel_rank() * inputs
             down = down[:, first : first + inputs]
         like = {"dtype": module.weight.dtype, "device": module.weight.device}
-        pair = Pair(
+        pair = LowRankPair(
             torch.nn.Parameter(down.to(**like).contiguous()),
             torch.nn.Parameter(torch.zeros(outputs, shape.rank, **like)),
         )
@@ -167,7 +167,7 @@ class LoRALayers:
 
         module.register_forward_hook(add)
 
-    def _column(self, x: torch.Tensor, pair: Pair) -> torch.Tensor:
+    def _column(self, x: torch.Tensor, pair: LowRankPair) -> torch.Tensor:
         low = torch.nn.functional.linear(x, pair.down)
         if self._config.sequence_parallel:
             low = gather_from_sequence_parallel_region(low)
@@ -175,7 +175,7 @@ class LoRALayers:
             low = copy_to_tensor_model_parallel_region(low)
         return torch.nn.functional.linear(low, pair.up)
 
-    def _row(self, x: torch.Tensor, pair: Pair) -> torch.Tensor:
+    def _row(self, x: torch.Tensor, pair: LowRankPair) -> torch.Tensor:
         low = torch.nn.functional.linear(x, pair.down)
         if self._config.sequence_parallel:
             low = reduce_scatter_to_sequence_parallel_region(low)

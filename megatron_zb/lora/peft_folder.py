@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_zb import files
-from megatron_zb.lora.adapter_file import Job
+from megatron_zb.lora.adapter_file import AdapterJob
 from megatron_zb.lora.training import AdapterOptimizer
 
 FOLDER = "peft"
@@ -64,7 +64,7 @@ def why_not(config: Any) -> str | None:
     return None
 
 
-def write(folder: Path, job: Job, adapter: AdapterOptimizer, config: Any) -> None:
+def write(folder: Path, job: AdapterJob, adapter: AdapterOptimizer, config: Any) -> None:
     """Write the folder of an adapter on the first rank; collective over the job.
 
     Raises:

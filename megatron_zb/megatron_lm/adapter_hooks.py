@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron_zb.errors import UsageError, end_with
 from megatron_zb.lora import peft_folder
-from megatron_zb.lora.adapter_file import FLAG, Job, jobs_of
+from megatron_zb.lora.adapter_file import FLAG, AdapterJob, jobs_of
 from megatron_zb.lora.checkpoint import AdapterCheckpoints, steps_saved
 from megatron_zb.lora.layers import LoRALayers, LoRAShape
 from megatron_zb.lora.streamed import StreamedOptimizers
@@ -50,13 +50,13 @@ _GIVEN_UP = "check_for_nan_in_loss_and_grad", "check_for_spiky_loss", "check_for
 class AdapterRun:
     """The adapters of a run, and the steps that each has done."""
 
-    jobs: list[Job]
+    jobs: list[AdapterJob]
     done: dict[str, int]
     steps: int = 1
     """Of each adapter in a step of the pipeline."""
 
     @property
-    def going(self) -> list[Job]:
+    def going(self) -> list[AdapterJob]:
         """The adapters with steps left."""
         return [job for job in self.jobs if self.done[job.name] < job.steps]
 
@@ -215,7 +215,7 @@ class _Training:
         arguments.do_train, arguments.do_valid, arguments.do_test = True, False, False
         return train, valid, None
 
-    def _alone(self, job: Job) -> dict[str, Any]:
+    def _alone(self, job: AdapterJob) -> dict[str, Any]:
         """Return the arguments of Megatron-LM that train an adapter in a separate run."""
         done = self._run.done[job.name]
         return {
@@ -262,7 +262,7 @@ class _Training:
 
     def _step(
         self,
-        going: Sequence[Job],
+        going: Sequence[AdapterJob],
         data: list[Iterator[Any] | None],
         call: Mapping[str, Any],
         arguments: Any,
@@ -302,7 +302,7 @@ class _Training:
         return self._part.merged(of_chunk)
 
     def _losses(
-        self, going: Sequence[Job], records: Sequence[Mapping[str, Any]]
+        self, going: Sequence[AdapterJob], records: Sequence[Mapping[str, Any]]
     ) -> tuple[dict[str, list[dict[str, float]]], set[str]]:
         """Return the losses of every step of the adapters, and those with one that is no number.
 
@@ -335,7 +335,7 @@ class _Training:
                 broken.add(adapter)
         return found, broken
 
-    def _update(self, job: Job, is_broken: bool) -> list[Stepped]:
+    def _update(self, job: AdapterJob, is_broken: bool) -> list[Stepped]:
         """Step the optimizer of an adapter; return the steps that count.
 
         One whose loss or gradient is no number ends here. With a loss scale that is too large the
@@ -356,7 +356,9 @@ class _Training:
             return counted
         return optimizers.stepped(job.name)
 
-    def _log(self, job: Job, stepped: Stepped, losses: Mapping[str, float], seconds: float) -> None:
+    def _log(
+        self, job: AdapterJob, stepped: Stepped, losses: Mapping[str, float], seconds: float
+    ) -> None:
         """Log a step of an adapter, in the words of Megatron-LM."""
         step, optimizers = self._run.done[job.name], self._optimizers
         assert optimizers is not None
@@ -375,7 +377,7 @@ class _Training:
 
     def _after_step(
         self,
-        job: Job,
+        job: AdapterJob,
         before: int,
         call: Mapping[str, Any],
         checkpoints: AdapterCheckpoints | None,
@@ -406,7 +408,9 @@ class _Training:
         if arguments.eval_iters and is_due(arguments.eval_interval):
             self._evaluate(job, call, arguments)
 
-    def _write_peft(self, job: Job, own: AdapterOptimizer, config: Any, folder: Path) -> None:
+    def _write_peft(
+        self, job: AdapterJob, own: AdapterOptimizer, config: Any, folder: Path
+    ) -> None:
         why = peft_folder.why_not(config)
         if why is not None:
             _say(f"adapter {job.name} is not written as a PEFT folder: {why}")
@@ -414,7 +418,7 @@ class _Training:
         peft_folder.write(folder, job, own, config)
         _say(f"adapter {job.name} is in {folder / job.name / peft_folder.FOLDER} for PEFT")
 
-    def _evaluate(self, job: Job, call: Mapping[str, Any], arguments: Any) -> None:
+    def _evaluate(self, job: AdapterJob, call: Mapping[str, Any], arguments: Any) -> None:
         from megatron.training import training
 
         assert self._optimizers is not None
@@ -444,7 +448,7 @@ class _Training:
         return AdapterCheckpoints(Path(arguments.save), metadata)
 
 
-def _optimizer_of(weights: Sequence[Any], arguments: Any, job: Job) -> AdapterOptimizer:
+def _optimizer_of(weights: Sequence[Any], arguments: Any, job: AdapterJob) -> AdapterOptimizer:
     """Wrap the weights of an adapter, and build its optimizer from the arguments that count."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import get_megatron_optimizer

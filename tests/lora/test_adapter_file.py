@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_zb.errors import UsageError
-from megatron_zb.lora.adapter_file import Job, jobs_of
+from megatron_zb.lora.adapter_file import AdapterJob, jobs_of
 
 
 def arguments(path: Path, **given: Any) -> argparse.Namespace:
@@ -30,7 +30,7 @@ def arguments(path: Path, **given: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**usual, **given})
 
 
-def jobs(path: Path, text: str, **given: Any) -> list[Job]:
+def jobs(path: Path, text: str, **given: Any) -> list[AdapterJob]:
     path.write_text(text, encoding="utf-8")
     return jobs_of(arguments(path, **given), replicas=2)
 

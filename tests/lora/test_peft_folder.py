@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from megatron_zb import schedules
 from megatron_zb.lora import peft_folder
-from megatron_zb.lora.adapter_file import Entry, Job
+from megatron_zb.lora.adapter_file import AdapterEntry, AdapterJob
 from megatron_zb.lora.layers import LoRALayers, LoRAShape
 from megatron_zb.lora.training import AdapterOptimizer, wrapped
 from megatron_zb.schedules.features.adapters import Adapter, Adapters
@@ -35,7 +35,7 @@ LLAMA = GPTCase(
         ("add_bias_linear", False),
     ),
 )
-JOB = Job(Entry.model_validate({"name": "a", "rank": RANK, "alpha": ALPHA}), {}, 1)
+JOB = AdapterJob(AdapterEntry.model_validate({"name": "a", "rank": RANK, "alpha": ALPHA}), {}, 1)
 
 
 def write(case: GPTCase, folder: Path) -> list[dict[str, torch.Tensor]]:
