@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--draw",
         metavar="SEED",
-        help="of the tests marked slow or full those that a seed draws; see drawn_tests.py",
+        help="of the tests marked long, slow or full those that a seed draws; see drawn_tests.py",
     )
 
 
@@ -73,7 +73,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     folders = Counter("/".join(report.nodeid.split("/")[:2]) for report in skipped)
     said = []
-    if slow := counts.get("slow"):
+    if slow := counts.get("slow", 0) + counts.get("long", 0):
         said.append(f"{slow} slow tests that --draw {config.getoption('--draw')} leaves out")
     if full := counts.get("full"):
         said.append(f"{full} further combinations (--full)")

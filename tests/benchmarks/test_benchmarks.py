@@ -46,6 +46,7 @@ def line_of(name: str, *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_split_backward_is_timed_and_its_memory_counted() -> None:
     line = line_of("split_backward.py", "--repetitions", "3")
     assert line["sizes"]["hidden"] == 32
@@ -166,6 +167,7 @@ def transformer_engine_layers() -> tuple[int, int, int]:
     return held["F"], held["B"], held["W"]
 
 
+@pytest.mark.long
 def test_layers_of_transformer_engine_are_measured_alike(ranks: RankPools) -> None:
     if missing := missing_transformer_engine(Kind.TRANSFORMER_ENGINE):
         pytest.skip(missing)
@@ -303,6 +305,7 @@ def test_outputs_of_every_command_are_kept(
     assert capsys.readouterr().out == f"2 outputs are in {tmp_path / 'kept'}\n"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("brief_searches")
 def test_a_feature_is_simulated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

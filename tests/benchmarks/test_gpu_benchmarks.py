@@ -689,6 +689,7 @@ def test_one_bit_of_a_loss_or_a_weight_is_a_problem(monkeypatch: pytest.MonkeyPa
         assert said == (problem and f"v-zb on 4 ranks: {problem}")
 
 
+@pytest.mark.long
 def test_steps_are_timed_beside_megatrons_own_and_the_plan(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -827,12 +828,14 @@ def test_quantized_gradients_are_compared(te_pool: RankPool, recipe: str) -> Non
         assert all(result["compared"] >= 5 and result["held_bytes"] for result in of_rank)
 
 
+@pytest.mark.long
 def test_quantized_gradients_needs_a_gpu() -> None:
     done = run_script(BENCHMARKS / "gpu" / "quantized_gradients.py", "--device", "cpu")
     reason = "the kernels of Transformer-Engine need a GPU and torch sees none"
     assert (done.code, done.stderr) == (2, f"quantized_gradients.py: error: {reason}\n")
 
 
+@pytest.mark.long
 def test_masks_are_drawn_again_on_a_cpu_too() -> None:
     done = run_script(BENCHMARKS / "gpu" / "random_states.py", "--device", "cpu")
     assert done.code == 0, done.stderr

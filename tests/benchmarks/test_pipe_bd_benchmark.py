@@ -53,6 +53,7 @@ def test_all_ways_are_timed_and_train_the_same(tmp_path: Path) -> None:
         assert 0 < case["difference"] < 1e-4  # a whole batch teaches what its shares do together
 
 
+@pytest.mark.long
 def test_a_library_is_timed_in_three_ways() -> None:
     words = "--ranks 2 --blocks 2 --microbatches 2 --steps 1 --repetitions 1"
     done = run_script(SCRIPT.with_name("library_of_blocks.py"), *words.split())

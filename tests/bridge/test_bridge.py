@@ -126,6 +126,7 @@ def counted_with_adapters(adapters: str) -> tuple[list[float], str]:
         ], said.getvalue()
 
 
+@pytest.mark.long
 def test_frozen_weights_take_no_time_in_w(ranks: RankPools) -> None:
     """A layer has 12,288 frozen numbers, and adapters 2,048, whose gradients W computes."""
     (seconds, said), _ = ranks(2).run(counted_with_adapters, adapters="before")

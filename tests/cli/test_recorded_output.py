@@ -92,6 +92,7 @@ OUTPUT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OUTPUT)
 def test_a_command_prints_what_it_printed(
     name: str,

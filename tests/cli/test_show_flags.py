@@ -107,6 +107,7 @@ def test_a_flag_alone(base: str, name: str) -> None:
     check_each_has_an_effect(f"{base} {BASES[base]}", (name,))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
 @pytest.mark.parametrize("base", drawn_sizes.first(2, [*BASES]))
 def test_two_flags(base: str, pair: tuple[str, str]) -> None:

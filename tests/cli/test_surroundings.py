@@ -19,6 +19,7 @@ CHOSEN = [
 """Each has been seen to fail."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "surrounding"),
     [

@@ -237,6 +237,7 @@ def test_a_killed_rank_ends_the_job_and_it_continues(
     check_same_end(tmp_path / "run", whole.folder / "run")
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_a_rank_that_stands_still_is_named(teacher: Path, corpus: str, tmp_path: Path) -> None:
     flags: Flags = {

@@ -110,6 +110,7 @@ def counted() -> Iterator[list[None]]:
         yield seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_teacher_in_fp8_is_rounded_and_its_students_are_not(

@@ -84,6 +84,7 @@ def job_given(job: loop.Job) -> Distribution:
     return Distribution.parse(job.args.distribution)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "more"),
     [

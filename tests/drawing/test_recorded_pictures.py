@@ -115,6 +115,7 @@ def described(figure: Any) -> Iterator[str]:
         yield f"text {text.get_text()!r}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_picture_has_what_it_had(name: str) -> None:
     lines = described(pictures.draw(timeline_of(name)))

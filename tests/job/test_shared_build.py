@@ -80,6 +80,7 @@ def test_rank_0_builds_and_all_have_its_schedule(name: str) -> None:
     assert found[1].reason == found[0].reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("state", ["kept", "recomputed", "offloaded"])
 def test_slices_are_shared_with_what_is_recomputed_and_offloaded(state: str) -> None:
     """On their units: passes count slices, and B takes them in reverse."""

@@ -115,6 +115,7 @@ def check_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
     assert all(value.abs().max() > 0 for name, value in ours.items() if "gradient" in name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "case"),
     [

@@ -112,6 +112,7 @@ def test_reductions_start_before_the_last_weight_gradient(ranks: RankPools, name
     assert gradients_after >= 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["v-half", "zb-h1", "zb-2p", "1f1b"])
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"dtype": "bfloat16"}], ids=str)
 def test_gradients_in_small_buckets_equal_megatrons(

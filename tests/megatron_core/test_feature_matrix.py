@@ -46,6 +46,7 @@ def skip_unless_in_this_megatron(row: Row) -> None:
         pytest.skip("this Megatron does not have it")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("row", "schedule"),
     [

@@ -62,6 +62,7 @@ def differing(case: GPTCase, orders: tuple[Schedule, Schedule]) -> list[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["v-half", pytest.param("interleaved", marks=pytest.mark.full)])
 @pytest.mark.parametrize("state", [*STATEFUL, "global counter"])
 def test_a_users_state_is_that_of_forwards_which_run_once(
@@ -71,6 +72,7 @@ def test_a_users_state_is_that_of_forwards_which_run_once(
     assert found == [[]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["v-half", pytest.param("zb-h1", marks=pytest.mark.full)])
 @pytest.mark.parametrize("what", OF_MEGATRON)
 def test_megatrons_state_is_that_of_forwards_which_run_once(
@@ -80,6 +82,7 @@ def test_megatrons_state_is_that_of_forwards_which_run_once(
     assert found == [[]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["global loss", "expert bias"])
 @pytest.mark.parametrize(
     ("world_size", "more"),
@@ -106,6 +109,7 @@ def buffers_after_steps(case: GPTCase, order: Schedule) -> list[torch.Tensor]:
         return [b.clone() for chunk in chunks for b in torch.nn.Module.buffers(chunk)]
 
 
+@pytest.mark.long
 def test_what_routers_count_is_counted_once(ranks: RankPools) -> None:
     kept, other = recomputed("v-half")
     of_kept, of_other = (
@@ -118,6 +122,7 @@ def test_what_routers_count_is_counted_once(ranks: RankPools) -> None:
         assert all(map(torch.equal, one, two))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["global loss", "expert bias"])
 def test_routers_count_the_same_with_a_sharded_output_layer(ranks: RankPools, what: str) -> None:
     case = OF_MEGATRON[what]
@@ -167,6 +172,7 @@ def after_steps(
         return {**losses, **buffers, **dict(gradients(chunks))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["global loss", "expert bias"])
 def test_a_run_resumed_in_the_middle_has_the_state_of_one_run(
     ranks: RankPools, tmp_path: Path, what: str

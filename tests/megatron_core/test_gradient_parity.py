@@ -52,6 +52,7 @@ def test_gradients_equal_megatrons(ranks: RankPools, model: str, name: str) -> N
     assert found == [[]] * world_size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world_size", "chunks"), drawn_sizes.every_value([2, 4], [4, 2]))
 def test_a_loop_with_a_split_backward_equals_megatrons(
     ranks: RankPools, world_size: int, chunks: int
@@ -67,6 +68,7 @@ def test_a_loop_with_a_split_backward_equals_megatrons(
         assert found == [[]] * world_size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "name"),
     [
@@ -128,6 +130,7 @@ PARALLEL = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("variant", "name"), few_or_full(PARALLEL))
 def test_tensor_and_data_parallel_equal_megatrons(
     ranks: RankPools, variant: str, name: str

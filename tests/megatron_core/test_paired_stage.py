@@ -108,6 +108,7 @@ def test_pairs_compute_what_megatron_computes(ranks: RankPools, what: str, name:
     assert found == [[]] * 4
 
 
+@pytest.mark.long
 def test_of_a_tied_embedding_with_prediction_only_the_rounding_of_a_sum_differs(
     ranks: RankPools,
 ) -> None:
@@ -166,6 +167,7 @@ def differences_with_dropout(schedule: Schedule) -> list[str]:
     return found + [n for n, g in without[1].items() if not torch.equal(g, with_pairs[1][n])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drops", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_layers_draw_the_same_masks_in_pairs(ranks: RankPools, drops: bool) -> None:
     """Of the microbatch that they run, from where their last part has stopped, and again in R."""

@@ -48,6 +48,7 @@ def test_what_is_made_again_is_what_megatron_computes(
     assert found == [[]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "name"),
     [

@@ -130,6 +130,7 @@ def check_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 BASE = GPTCase(wrapped=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "adapters"),
     [
@@ -178,11 +179,13 @@ def test_each_is_with_other_models_what_it_is_alone(
     check_each_is_as_alone(ranks, world, case, name, STREAM)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["v-half", pytest.param("v-zb", marks=pytest.mark.slow)])
 def test_a_recomputed_forward_runs_with_its_adapter(ranks: RankPools, name: str) -> None:
     check_each_is_as_alone(ranks, 2, BASE, name, STREAM, recomputes=True)
 
 
+@pytest.mark.long
 def test_losses_that_are_no_numbers_stay_with_their_adapter(ranks: RankPools) -> None:
     check_each_is_as_alone(ranks, 2, BASE, "v-zb", STREAM, broken="b")
     for of_rank in ranks(2).run(

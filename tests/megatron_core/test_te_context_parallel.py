@@ -66,6 +66,7 @@ def gradients(case: GPTCase) -> dict[str, torch.Tensor]:
     return gpt_cases.run(case, "v-half", [3])[3].gradients
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "slices"), [("all_gather", "4"), *first(0, [("all_gather", None), ("a2a", None)])]
 )

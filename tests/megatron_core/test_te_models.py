@@ -21,6 +21,7 @@ from te_models import (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["v-half", pytest.param("zb-h1", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "case",
@@ -63,6 +64,7 @@ ON_FOUR = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "schedule"), every_value([*ON_FOUR], ["v-half", "zb-h1"], most=1))
 def test_models_on_four_ranks_equal_megatrons(
     ranks: RankPools, te_pool: RankPool, name: str, schedule: str

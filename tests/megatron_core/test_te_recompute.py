@@ -135,6 +135,7 @@ def test_recomputed_models_equal_megatrons(te_pool: RankPool, name: str, schedul
     assert te_pool.run(compare, case=case, schedule=schedule) == expected(case, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("state", ["recomputed", "offloaded"])
 @pytest.mark.parametrize("name", ["dense", "parts", "moe"])
 def test_units_that_are_recomputed_or_offloaded_equal_megatrons(

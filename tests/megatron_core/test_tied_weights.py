@@ -31,6 +31,7 @@ def refused_where_they_differ() -> list[str]:
     return said
 
 
+@pytest.mark.long
 def test_copies_that_differ_are_refused(ranks: RankPools) -> None:
     both = ["equal", "not looked at again", "refused twice"]
     assert sorted(ranks(2).run(refused_where_they_differ), key=len) == [["equal"], both]

@@ -41,6 +41,7 @@ def whole_layers(said: str) -> set[str]:
     return {name.split(".", 3)[3] for name in named}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_equals_megatrons(ranks: RankPools, name: str) -> None:
     """Under a schedule with two chunks per rank, whose first passes are split."""

@@ -72,6 +72,7 @@ REFUSED: dict[tuple[str, str], str] = {
 """What the refusal of a loss contains; all others are Megatron's results."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("what", "name"), every_value(EVERY, NAMES))
 @pytest.mark.parametrize("way", TRIED)
 def test_a_loss_or_a_metric_is_megatrons_or_refused(

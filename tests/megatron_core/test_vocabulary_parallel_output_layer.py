@@ -335,6 +335,7 @@ def steps(case: GPTCase) -> dict[str, float]:
     }
 
 
+@pytest.mark.long
 def test_the_distributed_optimizer_steps_every_shard(ranks: RankPools) -> None:
     case = GPTCase(
         data_parallel=2,

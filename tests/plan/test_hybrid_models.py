@@ -375,6 +375,7 @@ TRANSFORMERS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("changes", "pattern", "more"), TRANSFORMERS.values(), ids=TRANSFORMERS)
 def test_a_transformer_in_a_pattern_gets_its_plan_to_the_digit(
     changes: dict[str, Any], pattern: str, more: str, tmp_path: Path, capsys: Any

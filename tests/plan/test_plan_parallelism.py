@@ -280,6 +280,7 @@ def test_a_layer_of_prediction_is_counted_on_the_last_stage() -> None:
     assert held[1] > held[0] + byte_counts.layer_held(load(more), 15).activation
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

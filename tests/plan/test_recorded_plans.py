@@ -54,6 +54,7 @@ PROFILE = ROOT / "docs/results/step.cpu.yaml"
 pytestmark = [pytest.mark.usefixtures("brief_searches"), OF_PYTHON]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_says_what_it_said(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -82,6 +82,7 @@ def tried(action: argparse.Action) -> list[list[str]]:
     return [[name, value] for value in (*right, *wrong)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("use", USES)
 def test_each_option_is_accepted_or_refused_as_it_was(
     use: str,

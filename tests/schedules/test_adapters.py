@@ -198,6 +198,7 @@ def test_what_takes_longest_one_after_another_comes_first() -> None:
     assert last >= len(order) - 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("feature", [Recomputation(kept_input=0.05), Offload(seconds=0.1)])
 def test_activations_are_dropped_under_a_limit(feature: Any) -> None:
     adapters = Adapters.equal(4, microbatches=4, steps=2, update=UPDATE)

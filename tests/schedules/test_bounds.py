@@ -186,6 +186,7 @@ def test_what_moving_saves_by_hand() -> None:
         assert found == pytest.approx(12.0 - 2.0, rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["lengths", "stages", "vocabulary", "slices", "joined"])
 def test_no_bound_is_above_a_schedule_that_was_found(kind: str) -> None:
     """Where all activations fit exactly, sums in another order must not look like less room."""

@@ -195,6 +195,7 @@ LIMITS = (0.7, 0.6, 0.55, 0.45, 0.35)
 """Memory limits; at which of them recomputation and offload pay, depends on the schedule."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_schedule_has_both_or_refuses(name: str, pair: tuple[str, str]) -> None:

@@ -126,6 +126,7 @@ def test_what_is_made_again_exchanges_again() -> None:
     assert alone is not None and alone.seconds == pytest.approx((1.7, 1.7))
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_below_1f1bs_memory_pairs_with_recomputed_units_beat_either(
     monkeypatch: pytest.MonkeyPatch,

@@ -86,6 +86,7 @@ def result(name: str, given: dict[str, Any]) -> str:
     return f"{sizes}: " + ", ".join(f"{key} {value}" for key, value in found.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", COUNTS)
 def test_a_request_is_built_as_it_was(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind != schedule_digest.PLAIN:

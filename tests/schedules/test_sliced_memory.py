@@ -48,6 +48,7 @@ def built(name: str, costs: Costs, limit: float | None, slices: Slicing = SLICES
     ).validate()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["v-half", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v-zb", "v-min"))],

@@ -1,8 +1,9 @@
 """Which slow tests a whole run tries: those that a seed draws, another part for every commit.
 
-Comparisons of trainings take seconds each, and all of them together half an hour on two cores. A
-run that is given a seed tries a few of them, and fewer of the combinations marked full, which no
-ordinary run tries. Several commits try what one leaves out; --full leaves out nothing.
+Comparisons of trainings take seconds each, and all of them together an hour on two cores. A run
+that is given a seed tries some of those marked long, a few of those marked slow, and fewer of the
+combinations marked full, which no ordinary run tries. Several commits try what one leaves out;
+--full leaves out nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-ONE_OF = {"slow": 20, "full": 100}
+ONE_OF = {"long": 8, "slow": 20, "full": 100}
 """Of how many tests with this mark one is drawn."""
 
 
@@ -31,7 +32,7 @@ def left_out(items: Iterable[_Test], seed: str | None) -> dict[str, list[_Test]]
 
     Args:
         items: all tests.
-        seed: any text; without it, slow tests are all tried, and those marked full are not.
+        seed: any text; without it, all are tried but those marked full.
     """
     found: dict[str, list[_Test]] = {mark: [] for mark in ONE_OF}
     for item in items:
@@ -39,7 +40,7 @@ def left_out(items: Iterable[_Test], seed: str | None) -> dict[str, list[_Test]]
         if not marks:
             continue
         mark = marks[-1]  # of a slow test's combinations, those marked full are as all others
-        if not (mark == "slow" if seed is None else _is_drawn(item, seed, ONE_OF[mark])):
+        if not (mark != "full" if seed is None else _is_drawn(item, seed, ONE_OF[mark])):
             found[mark].append(item)
     return found
 

@@ -37,13 +37,14 @@ def test_several_seeds_draw_what_one_leaves_out(mark: str) -> None:
 
 
 def test_without_a_seed_slow_tests_are_tried_and_further_combinations_are_not() -> None:
-    usual, slow, full, both = items = [
+    usual, slow, long, full, both = items = [
         Named(0),
         Named(1, "slow"),
+        Named(4, "long"),
         Named(2, "full"),
         Named(3, "full", "slow"),
     ]
-    assert drawn(items, None) == {usual, slow}
+    assert drawn(items, None) == {usual, slow, long}
     assert all(usual in drawn(items, str(seed)) for seed in range(20))
     out = left_out([full, both], None)
     assert [len(out[mark]) for mark in ("slow", "full")] == [0, 2]

@@ -92,6 +92,7 @@ def synchronises(once_sent: bool) -> None:
     channels.take(MESSAGE)
 
 
+@pytest.mark.long
 def test_to_wait_for_the_device_with_a_receive_open_is_told_with_its_place(
     ranks: RankPools,
 ) -> None:
@@ -113,6 +114,7 @@ def runs(program: Program) -> str:
     return "done"
 
 
+@pytest.mark.long
 def test_a_program_that_buffers_would_forgive_hangs_here_and_not_on_plain_ranks(
     ranks: RankPools,
 ) -> None:
@@ -152,6 +154,7 @@ def measured_links() -> tuple[int, float]:
     return len(found), ahead
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 4])
 def test_links_are_measured_by_blocking_messages(ranks: RankPools, size: int) -> None:
     found = ranks(size).run(measured_links)

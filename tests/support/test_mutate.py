@@ -223,6 +223,7 @@ def test_survivors_alone_meet_the_wider_tests(monkeypatch: pytest.MonkeyPatch) -
     assert tried == [larger]
 
 
+@pytest.mark.long
 def test_the_command_prints_a_diff_a_verdict_and_the_share(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ def trainer(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> OwnTrainer
     return OwnTrainer(SPACE, corpus, tmp_path_factory.mktemp("drawn"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", drawn_sizes.first(2, range(30)))
 def test_a_drawn_combination_trains_as_megatron_does(trainer: OwnTrainer, number: int) -> None:
     combination = draw(SPACE, f"{seed_of_commit()}/{number}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from jobs import run_job
 from training_jobs import MODULE, SECONDS_TO_TRAIN
 
@@ -50,6 +51,7 @@ def contents(saved: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in files if "unfinished" not in str(p)}
 
 
+@pytest.mark.long
 def test_an_earlier_checkpoint_stays(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     words = [*TRAINING.split(), "--save", str(saved), "--train-iters", "1"]
