@@ -625,6 +625,17 @@ def test_the_idle_times_of_adapters_are_those_of_the_results() -> None:
         assert f"| `{name}` | {idle} |" in page
 
 
+def test_the_gain_of_adapters_together_is_that_of_the_results() -> None:
+    file = ROOT / "docs" / "results" / "adapters_together.cpu.json"
+    result = json.loads(file.read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+    assert f"took {result['rows']['1f1b']['ratio']:.2f} of the time" in page
+    assert f"it would be {result['bound']:.2f} (" in page
+    made = result["arguments"]
+    assert f"{made['ranks']} CPU ranks" in page
+    assert f"{made['adapters']} adapters of {made['microbatches']} microbatches took" in page
+
+
 def test_the_page_of_recipes_is_made_from_the_results() -> None:
     script = load_script("make_recipes")
     made = "\n\n".join(block.rstrip("\n") for block in script.lines()) + "\n"
