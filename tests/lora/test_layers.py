@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import gpt_cases
 import pytest
 import torch
 from adapter_optimizers import new_optimizer
@@ -12,7 +13,8 @@ from brief_searches import briefly
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config, unwrap_model
-from ranks import RankPools
+from ranks import RankPool, RankPools
+from te_models import layers_of_te
 
 from megatron_zb import schedules
 from megatron_zb.lora.layers import LoRALayers, LoRAShape
@@ -158,3 +160,25 @@ def test_steps_without_a_flush_are_those_with_one(
     assert ours.keys() == {name for name in apart if "gradient" not in name}
     for name, value in ours.items():
         torch.testing.assert_close(value, apart[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def train_te(case: GPTCase, schedule: str) -> dict[str, torch.Tensor]:
+    """Train on Transformer-Engine's modules, of which fused ones keep the normed input.
+
+    Clipping takes kernels, and the optimizer is torch's.
+    """
+    from megatron.core import optimizer
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    gpt_cases._specification = layers_of_te
+    return train(case, schedule)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+def test_layers_of_transformer_engine_get_the_same_adapters(
+    ranks: RankPools, te_pool: RankPool, norm: str
+) -> None:
+    case = replace(BASE, options=(("normalization", norm),))
+    plain = of_all(ranks(2).run(train, case=case, schedule="v-half"))
+    check_close(of_all(te_pool.run(train_te, case=case, schedule="v-half")), plain)

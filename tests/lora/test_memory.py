@@ -47,7 +47,8 @@ def taken(schedule: str, count: int) -> tuple[int, int, int]:
         return memory.peak_bytes, base, sum(it.num_bytes for it in each.values())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.slow)])
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
 def test_the_base_and_its_activations_are_there_once(ranks: RankPools, schedule: str) -> None:
     one, four, eight = (
         ranks(RANKS).run(taken, schedule=schedule, count=count) for count in (1, 4, 8)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from brief_searches import briefly
 from gpt_cases import GPTCase, built
@@ -132,6 +133,7 @@ def test_a_model_of_llama_with_the_folder_computes_the_same(
     assert sorted(about["target_modules"]) == sorted(base)
 
 
+@pytest.mark.long
 def test_the_folder_does_not_depend_on_tensor_parallelism(ranks: RankPools, tmp_path: Path) -> None:
     """All matrices have rows and columns in one order; the values of ``up`` are drawn by rank."""
     one, two = tmp_path / "one", tmp_path / "two"
