@@ -240,8 +240,7 @@ class _Training:
         per_chunk = per_chunk if isinstance(per_chunk, list) else [per_chunk]
         data = [self._merged(of_chunk) for of_chunk in per_chunk]
         while going := self._run.going:
-            if self._adapters.each != self._run.adapters.each:
-                self._pipeline.current.use_adapters(self._run.adapters)
+            self._use(self._run.adapters)
             arguments.curr_iteration = windows
             before = dict(self._run.done)
             self._step(going, data, call, arguments)
@@ -254,6 +253,15 @@ class _Training:
         if self._failed:
             end_with(UsageError("; ".join(self._failed.values())), dist.get_rank())
         return 0, 0
+
+    def _use(self, adapters: Adapters) -> None:
+        """Build the schedule anew where it is for others."""
+        if adapters == self._adapters:
+            return
+        try:
+            self._pipeline.current.use_adapters(adapters)
+        except UsageError as error:
+            end_with(error, dist.get_rank())
 
     @property
     def _adapters(self) -> Adapters:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from stored_tensors import tensors_of
 
-from real_megatron_lm.runs import MODEL, Logged, pretrain
+from real_megatron_lm.runs import MODEL, PIPELINE_OF_TWO, Logged, pretrain
 
 # What adapters have in the file, not as flags of the whole run.
 OF_FILE = ("--global-batch-size 8", "--train-iters 7")
@@ -157,3 +157,39 @@ def test_after_a_rank_is_killed_each_goes_on_from_its_last_checkpoint(
     assert {name: of[2:] for name, of in lines_of(whole).items()} == lines
     for name in entries:
         check_same_adapter(save, tmp_path / "whole", name)
+
+
+@pytest.mark.parametrize(
+    ("entry", "more", "said"),
+    [
+        ("batch: 4, steps: 4, rnk: 4", "", "'adapters.0.rnk' is no field here: did you mean rank"),
+        ("batch: 3, steps: 4", "--micro-batch-size 2", "cannot be dealt out in microbatches of 2"),
+        (
+            "steps: 4",
+            "",
+            "adapter a has no batch: give it, such as batch: 32, or --global-batch-si",
+        ),
+        (SPECIAL["a"], "--pipeline-slices 2", "--pipeline-slices 2 cannot be combined with --pip"),
+        (SPECIAL["a"], "--pipeline-adapter-steps 0", "--pipeline-adapter-steps is 0: it must be 1"),
+    ],
+    ids=["key", "batch", "missing", "slices", "steps"],
+)
+def test_a_mistake_ends_the_job_before_the_model_is_built(
+    checkout: Path, checkpoint_of_two: Path, tmp_path: Path, entry: str, more: str, said: str
+) -> None:
+    run = train(checkout, checkpoint_of_two, tmp_path, {"a": entry}, "v-half", more)
+    check_refused(run, said)
+
+
+def test_adapters_need_a_base(checkout: Path, tmp_path: Path) -> None:
+    file = written(tmp_path / "adapters.yaml", {"a": SPECIAL["a"]})
+    flags = f"--pipeline-adapters {file} --pipeline-schedule v-half"
+    run = pretrain(checkout, model(), PIPELINE_OF_TWO, flags, ranks=2)
+    check_refused(run, "give its checkpoint as --load")
+
+
+def check_refused(run: Logged, said: str) -> None:
+    assert run.code != 0
+    assert said in run.error
+    assert len(run.error.splitlines()) == 1
+    assert "number of parameters" not in run.output
