@@ -42,6 +42,7 @@ SUBPACKAGES: dict[str, set[str]] = {
         "drawing",
     },
     "plan": {
+        "lora",
         "schedules",
         "job",
         "measured",

@@ -51,7 +51,7 @@ STANDS_FOR = {
 }
 """Keys of an adapter, and the arguments of Megatron-LM that they take the place of."""
 
-_EXAMPLES = {"batch": "32", "steps": "500", "learning_rate": "1e-4"}
+EXAMPLES = {"batch": "32", "steps": "500", "learning_rate": "1e-4"}
 """Keys that each adapter needs, here or by their flag."""
 
 
@@ -211,10 +211,10 @@ def _job(entry: AdapterEntry, args: argparse.Namespace, replicas: int, path: Pat
     usual = {name: getattr(args, name, None) for name in STANDS_FOR.values()}
     arguments = {**usual, **given}
     where = f"{path}: adapter {entry.name}"
-    for key in _EXAMPLES:
+    for key in EXAMPLES:
         if arguments[STANDS_FOR[key]] is None:
             raise UsageError(
-                f"{where} has no {key}: give it, such as {key}: {_EXAMPLES[key]}, or "
+                f"{where} has no {key}: give it, such as {key}: {EXAMPLES[key]}, or "
                 f"{flag_of(STANDS_FOR[key])} for all"
             )
     if arguments["data_path"] is None and not getattr(args, "mock_data", False):
@@ -237,7 +237,7 @@ def _job(entry: AdapterEntry, args: argparse.Namespace, replicas: int, path: Pat
             f"microbatches of {args.micro_batch_size} over {replicas} replicas: give a multiple of "
             f"{together}"
         )
-    own = {STANDS_FOR[key]: arguments[STANDS_FOR[key]] for key in _EXAMPLES}
+    own = {STANDS_FOR[key]: arguments[STANDS_FOR[key]] for key in EXAMPLES}
     if "weight_decay" in given:
         own |= dict.fromkeys(("start_weight_decay", "end_weight_decay"), given["weight_decay"])
     return AdapterJob(entry, {"seed": usual["seed"], **given, **own}, microbatches)

@@ -126,6 +126,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="what a microbatch is with --lengths: one sequence (none, the default), or as many as "
         "fit, in the order in which they come (first-fit)",
     )
+    command.add_argument(
+        "--adapters",
+        type=Path,
+        metavar="FILE",
+        help="LoRA adapters that share the pipeline, as --pipeline-adapters takes them, with batch "
+        "and steps. A second table has the time of all of them together, and one after another; "
+        "it brings --lora",
+    )
     _add_choices(command)
     command.add_argument(
         "--format", choices=("table", "json"), default="table", help="how to print it"
@@ -309,10 +317,11 @@ def run(arguments: argparse.Namespace) -> Plan:
     from megatron_zb.parsing import GIB
     from megatron_zb.plan import request, table
     from megatron_zb.plan.chart import plan_chart, points
-    from megatron_zb.plan.features import lengths
+    from megatron_zb.plan.features import adapters, lengths
     from megatron_zb.plan.search import search
     from megatron_zb.plan.workers import workers
 
+    entries = adapters.asked_adapters(arguments)
     job, candidates = request.read(arguments)
     source = lengths.asked_lengths(arguments, job)
     if source is not None:
@@ -320,15 +329,20 @@ def run(arguments: argparse.Namespace) -> Plan:
     with _Progress() as progress, workers() as each:
         plan = search(job, candidates, tries=arguments.tries, watch=progress.show, each=each)
     unequal = None if source is None else lengths.with_lengths(plan.ranked, source, job.memory)
+    shared = None if entries is None else adapters.with_adapters(plan.ranked, entries)
     if arguments.format == "json":
         found = table.as_json(plan)
         if unequal is not None:
             found["unequal"] = lengths.unequal_as_json(plan, unequal)
+        if shared is not None and entries is not None:
+            found["adapters"] = adapters.adapters_as_json(plan, shared, entries)
         print(json.dumps(found, indent=2))
     else:
         table.print_plan(plan, Console(), arguments.top)
         if unequal is not None:
             lengths.print_unequal(plan, unequal, Console())
+        if shared is not None and entries is not None:
+            adapters.print_adapters(plan, shared, entries, Console())
     if arguments.chart:
         print(f"\n{plan_chart(points(plan), plan.job.memory / GIB)}")
     return plan

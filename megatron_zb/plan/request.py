@@ -159,6 +159,7 @@ _OF_CONFIG = (
     "seq_length",
     "lengths",
     "packing",
+    "adapters",
     "lora",
     "tensor",
     "pipeline",

@@ -25,6 +25,7 @@ ARGUMENTS = (
     "--tokenizer-type NullTokenizer --vocab-size 1024"
 )
 ELSEWHERE = {
+    r"torchrun .* --pipeline-adapters": "tests/real_megatron_lm/test_adapters.py",
     r"torchrun .*~/Megatron-LM/pretrain_\w+\.py --": "tests/real_megatron_lm/test_how_to.py",
     r"torchrun .*megatron_zb\.train --cpu --num-layers 8 --hidden-size 128 "
     r"--num-attention-heads 4 .*--mock-data": "tests/docs/test_readme.py",
@@ -111,6 +112,10 @@ def test_a_command_of_the_pages_runs(
     if "run.yaml" in words:
         write_profile(profile(), Path("run.yaml"))
         write_trace(ran(), Path("run.yaml"))
+    if "adapters.yaml" in words:
+        page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+        [listed] = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+        Path("adapters.yaml").write_text(listed, encoding="utf-8")
     refused = "zb-h1" in words and "--overlap-moe-expert-parallel-comm" in words
     assert cli.main(words) == (2 if refused else 0)
     assert "".join(capsys.readouterr())

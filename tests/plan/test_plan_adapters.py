@@ -1,0 +1,109 @@
+"""Plans of several adapters that share a pipeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_zb import schedules
+from megatron_zb.cli.main import main
+from megatron_zb.schedules.features.adapters import Adapter, Adapters
+
+SIZES = (
+    "plan --config gpt_1_5b --gpus 8 --device a100_80gb_sxm --pipeline 8 --tensor 1 "
+    "--micro-batch-size 1 --schedules 1f1b,v-zb --tries 1"
+)
+pytestmark = pytest.mark.usefixtures("brief_searches")
+
+
+def written(path: Path, *entries: str) -> Path:
+    path.write_text("\n".join(["adapters:", *(f"  - {{{entry}}}" for entry in entries), ""]))
+    return path
+
+
+def planned(file: Path, capsys: pytest.CaptureFixture[str], more: str = "") -> dict[str, Any]:
+    assert main([*SIZES.split(), "--adapters", str(file), "--format", "json", *more.split()]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_time_of_all_is_that_of_the_steps_that_are_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten steps of both adapters, then ten of the longer one."""
+    file = written(
+        tmp_path / "a.yaml", "name: a, batch: 8, steps: 10", "name: b, batch: 4, steps: 20"
+    )
+    plan = planned(file, capsys)
+    assert plan["adapters"]["names"] == ["a", "b"]
+    rows = {row["schedule"]: row for row in plan["adapters"]["rows"]}
+    assert {"Megatron 1F1B", "1f1b", "v-zb"} <= rows.keys()
+    assert rows["Megatron 1F1B"]["together_seconds"] is None
+    own, megatrons = rows["1f1b"], rows["Megatron 1F1B"]
+    assert own["one_after_another_seconds"] == pytest.approx(
+        megatrons["one_after_another_seconds"], rel=0.05
+    )
+    assert own["together_seconds"] < own["one_after_another_seconds"]
+    # in the time of one stage: p - 1 of idle time in each of 30 steps, or in each of 20
+    apart, together = 10 * (8 + 7) + 20 * (4 + 7), 10 * (12 + 7) + 10 * (4 + 7)
+    found = own["together_seconds"] / own["one_after_another_seconds"]
+    assert found == pytest.approx(together / apart, rel=0.03)
+    seconds = [
+        min(filter(None, (row["together_seconds"], row["one_after_another_seconds"])))
+        for row in plan["adapters"]["rows"]
+    ]
+    assert seconds == sorted(seconds)
+
+
+def test_the_ratio_is_that_of_simulated_steps() -> None:
+    """The formula of the test above, by the simulator."""
+    costs = schedules.Costs.uniform(pipeline_size=8, forward=1.0, backward=1.0, weight=0.0)
+
+    def slots(*microbatches: int) -> float:
+        adapters = Adapters(tuple(Adapter(str(i), m) for i, m in enumerate(microbatches)))
+        order = schedules.build("1f1b", pipeline_size=8, adapters=adapters, costs=costs)
+        return schedules.simulate(order, costs).makespan / 2
+
+    assert [slots(8), slots(4), slots(8, 4)] == pytest.approx([15, 11, 19])
+
+
+def test_the_table_has_both_ways_and_what_the_fastest_gains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path / "a.yaml", *(f"name: a{i}, batch: 8, steps: 5" for i in range(4)))
+    assert main([*SIZES.split(), "--adapters", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "4 adapters, hours until all have done their steps" in said
+    assert "less time than the fastest one after another: --pipeline-adapters FILE" in said
+
+
+@pytest.mark.parametrize(
+    ("entry", "more", "said"),
+    [
+        ("name: a, batch: 8", "", "adapter a has no steps, by which a plan counts its steps"),
+        ("name: a, steps: 8", "", "adapter a has no batch"),
+        ("name: a, batch: 8, stps: 3", "", "'adapters.0.stps' is no field here: did you mean"),
+        ("name: a, batch: 8, steps: 3", "--lengths lognormal:4096:0.9", "with --lengths"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], entry: str, more: str, said: str
+) -> None:
+    file = written(tmp_path / "a.yaml", entry)
+    assert main([*SIZES.split(), "--adapters", str(file), *more.split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_batches_that_no_microbatch_divides_have_no_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(
+        tmp_path / "a.yaml", "name: a, batch: 7, steps: 5", "name: b, batch: 8, steps: 5"
+    )
+    more = "--micro-batch-size 2"
+    assert planned(file, capsys, more)["adapters"]["rows"] == []
