@@ -49,7 +49,7 @@ def test_records_are_seen_once_and_whole_while_the_command_runs(tmp_path: Path) 
 
 def test_a_failure_has_the_status_and_the_last_words(tmp_path: Path) -> None:
     with pytest.raises(RunFailed) as caught:
-        run_python("import sys; print('some words'); sys.exit('last words')", tmp_path)
+        run_python("import sys; print('some words', flush=True); sys.exit('last words')", tmp_path)
     assert "exit status 1" in str(caught.value)
     assert str(tmp_path / "printed.log") in str(caught.value)
     assert str(caught.value).endswith("some words\nlast words")
