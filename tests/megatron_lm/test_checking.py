@@ -219,3 +219,26 @@ def test_the_parser_has_the_defaults_of_megatron() -> None:
     assert isinstance(args, argparse.Namespace)
     assert (args.tensor_model_parallel_size, args.add_bias_linear, args.bf16) == (1, True, False)
     assert not hasattr(argument_table.parser_of("0.16").parse_args([]), "moe_paged_stash")
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("name: a, batch: 8, steps: 4, learning_rate: 1e-4", None),
+        ("name: a, batch: 8, steps: 4, learning_rate: 1e-4, rnk: 4", "no field here: did you mean"),
+        ("name: a, batch: 8, steps: 4", "adapter a has no learning_rate"),
+    ],
+)
+def test_the_file_of_adapters_is_read(tmp_path: Path, entry: str, said: str | None) -> None:
+    file = tmp_path / "adapters.yaml"
+    file.write_text(f"adapters: [{{{entry}}}]")
+    words = (
+        "--pipeline-schedule 1f1b --pipeline-model-parallel-size 2 --num-layers 4 "
+        "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        f"--micro-batch-size 1 --mock-data --load base --pipeline-adapters {file}"
+    )
+    report = checking.check(checking.parse(words.split(), "0.16"), "0.16")
+    assert report.runs == (said is None)
+    refused = [each.finding.why for each in report.of(Verdict.REFUSED)]
+    assert len(refused) == (said is not None)
+    assert said is None or said in refused[0]
