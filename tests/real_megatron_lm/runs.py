@@ -59,9 +59,8 @@ class Logged:
 
     @property
     def error(self) -> str:
-        """The sentences of this package, one line each."""
-        lines = self.output.splitlines()
-        return "\n".join(line for line in lines if line.startswith("megatron_zb: error: "))
+        """The sentences of this package, one line each; another rank may have begun their line."""
+        return "\n".join(re.findall(r"megatron_zb: error: .*", self.output))
 
     @property
     def said(self) -> list[str]:
