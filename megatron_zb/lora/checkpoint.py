@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: each in a folder of its own, in Megatron's torch_dist format.
+"""Save and load adapters, each in a separate folder, in Megatron's torch_dist format.
 
 An adapter is saved and loaded apart from the others and from the base model:
 
@@ -28,6 +28,7 @@ from megatron_zb import files
 from megatron_zb.errors import UsageError
 from megatron_zb.lora.adapter_file import FLAG, AdapterJob
 from megatron_zb.lora.training import AdapterOptimizer
+from megatron_zb.parsing import flag_of
 
 _TRACKER, _ABOUT = "latest_checkpointed_iteration.txt", "adapter.json"
 
@@ -55,14 +56,25 @@ def steps_saved(folder: Path | None, job: AdapterJob, tensor_parallel: int) -> i
             f"{tracker} has {text[:40]!r}, which is no number of steps: write that of a folder "
             "beside it, such as 100 for iter_0000100"
         )
+    at = _iteration(own, int(text))
+    if not at.is_dir():
+        raise UsageError(
+            f"{tracker} names step {int(text)}, but there is no {at}: write the step of a folder "
+            "that is there, or give another --save"
+        )
     about = _read_about(own / _ABOUT)
     for key, value in _about(job, tensor_parallel).items():
         if about.get(key) != value:
+            where = f"in the file of {FLAG}" if key in job.shape else f"as {flag_of(key)}"
             raise UsageError(
                 f"adapter {job.name} has {key} {_said(value)}, but {own} was trained with "
-                f"{_said(about.get(key))}: give that in the file of {FLAG}, or another --save"
+                f"{_said(about.get(key))}: give that {where}, or another --save"
             )
     return int(text)
+
+
+def _iteration(own: Path, step: int) -> Path:
+    return own / f"iter_{step:07d}"
 
 
 def _about(job: AdapterJob, tensor_parallel: int) -> dict[str, Any]:
@@ -100,7 +112,7 @@ class AdapterCheckpoints:
     ) -> None:
         """Save an adapter after a number of steps; collective over the job."""
         own = self._folder / job.name
-        into = own / f"iter_{step:07d}"
+        into = _iteration(own, step)
         is_first = dist.get_rank() == 0
         if is_first:
             into.mkdir(parents=True, exist_ok=True)
@@ -115,7 +127,7 @@ class AdapterCheckpoints:
     def load(self, job: AdapterJob, adapter: AdapterOptimizer, step: int) -> None:
         """Load an adapter that has been saved after a number of steps; collective over the job."""
         state = self._state(adapter, is_loading=True)
-        loaded = dist_checkpointing.load(state, str(self._folder / job.name / f"iter_{step:07d}"))
+        loaded = dist_checkpointing.load(state, str(_iteration(self._folder / job.name, step)))
         for name, weight in adapter.named_weights().items():
             weight.data.copy_(loaded["weights"][name])
         adapter.optimizer.load_state_dict(loaded["optimizer"])

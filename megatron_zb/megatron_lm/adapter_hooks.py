@@ -1,4 +1,4 @@
-"""Several LoRA adapters in Megatron-LM's ``pretrain``, in place of its own training of the model.
+"""Train several LoRA adapters in Megatron-LM's ``pretrain``, which otherwise trains the model.
 
 ``pretrain`` builds the model and loads the base as it does to evaluate, with neither gradients nor
 an optimizer. What depends on the arguments, such as data and optimizers, is then built by
@@ -116,7 +116,7 @@ class AdapterHooks:
 
     @property
     def to_agree_on(self) -> dict[str, str]:
-        """What each rank has read of adapters by itself, by its name in error messages."""
+        """Values of the adapter file, which all ranks compare, by their names in errors."""
         return {} if self._training is None else self._training.to_agree_on
 
     def forget(self) -> None:

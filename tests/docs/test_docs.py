@@ -27,6 +27,8 @@ from megatron_zb.cli import main as cli
 from megatron_zb.megatron_core.versions import SERIES
 from megatron_zb.schedules import catalog, lowering
 from megatron_zb.schedules.catalog import Family
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.features.adapters import Adapters
 from megatron_zb.schedules.placement import looped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -634,6 +636,19 @@ def test_the_gain_of_adapters_together_is_that_of_the_results() -> None:
     made = result["arguments"]
     assert f"{made['ranks']} CPU ranks" in page
     assert f"{made['adapters']} adapters of {made['microbatches']} microbatches took" in page
+
+
+def test_the_idle_times_of_the_page_of_adapters_are_simulated() -> None:
+    page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+    costs = Costs.uniform(pipeline_size=8, forward=1.0, backward=1.0, weight=0.02)
+    idle = {}
+    for name, steps in (("1f1b", 1), ("1f1b", 4), ("v-zb", 4)):
+        adapters = Adapters.equal(4, microbatches=8, steps=steps)
+        order = schedules.build(name, pipeline_size=8, adapters=adapters, costs=costs)
+        idle[name, steps] = 100 * schedules.simulate(order, costs).bubble_rate
+    filled, drained = idle["1f1b", 4], idle["1f1b", 1]
+    assert f"idle for {filled:.0f} % under `1f1b`, not for {drained:.0f} %" in page
+    assert f"for {idle['v-zb', 4]:.1f} % under `v-zb`" in page
 
 
 def test_the_page_of_recipes_is_made_from_the_results() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from megatron_zb.errors import UsageError
 from megatron_zb.lora.adapter_file import AdapterJob, jobs_of
+from megatron_zb.lora.checkpoint import steps_saved
 
 
 def arguments(path: Path, **given: Any) -> argparse.Namespace:
@@ -138,3 +140,37 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
     with pytest.raises(UsageError) as error:
         jobs_of(arguments(path), replicas=2)
     assert str(path) in str(error.value)
+
+
+def saved(folder: Path, job: AdapterJob, step: str, *, folder_of_step: bool = True) -> None:
+    """What a checkpoint of an adapter has beside its tensors."""
+    own = folder / job.name
+    own.mkdir(parents=True)
+    (own / "latest_checkpointed_iteration.txt").write_text(step)
+    (own / "adapter.json").write_text(json.dumps({**job.shape, "tensor_model_parallel_size": 1}))
+    if folder_of_step:
+        (own / "iter_0000003").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("step", "is_there", "entry", "ranks", "said"),
+    [
+        ("3", True, "name: a", 1, None),
+        ("3", False, "name: a", 1, "names step 3, but there is no"),
+        ("three", True, "name: a", 1, "has 'three', which is no number of steps"),
+        ("3", True, "name: a, rank: 4", 1, "has rank 4, but .* was trained with 16: give that in"),
+        ("3", True, "name: a", 2, "trained with 1: give that as --tensor-model-parallel-size"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    tmp_path: Path, step: str, is_there: bool, entry: str, ranks: int, said: str | None
+) -> None:
+    file = tmp_path / "a.yaml"
+    [of_folder] = jobs(file, "adapters: [{name: a}]")
+    saved(tmp_path / "save", of_folder, step, folder_of_step=is_there)
+    [job] = jobs(file, f"adapters: [{{{entry}}}]")
+    if said is None:
+        assert steps_saved(tmp_path / "save", job, ranks) == 3
+        return
+    with pytest.raises(UsageError, match=said):
+        steps_saved(tmp_path / "save", job, ranks)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from typing import Any
+from unittest.mock import patch
 
 from megatron_zb import launch
 
@@ -27,10 +28,10 @@ def kill_in_a_step() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             select(self, chunk, adapter)
 
-        AdapterOptimizers.select = counted  # type: ignore[method-assign]
+        patch.object(AdapterOptimizers, "select", counted).start()
         return script
 
-    launch._prepare = prepared  # type: ignore[assignment]
+    patch.object(launch, "_prepare", prepared).start()
 
 
 if __name__ == "__main__":
