@@ -15,6 +15,7 @@ from megatron_zb.errors import UsageError, raise_first
 from megatron_zb.parsing import add_flags, flag_of, positive, seconds
 from megatron_zb.schedules import catalog, conflicts, interchange
 from megatron_zb.schedules.bounds import lower_bound
+from megatron_zb.schedules.features.adapters import Adapters
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
@@ -31,6 +32,7 @@ _FLAGS = {
     conflicts.OFFLOAD: "--offload",
     conflicts.VOCABULARY: "--cut-output",
     conflicts.SLICES: "--slices",
+    conflicts.ADAPTERS: "--adapters",
     conflicts.GROUPS: "--group-size",
 }
 """Flags that request features."""
@@ -57,6 +59,7 @@ examples:
   megatron-zb show v-half --pipeline-size 8 --num-microbatches 16 --output v-half.html
   megatron-zb show v-half --pipeline-size 4 --num-microbatches 8 --cut-output 2
   megatron-zb show v-zb --pipeline-size 8 --num-microbatches 8 --slices 8 --attention 0.5
+  megatron-zb show 1f1b --pipeline-size 4 --num-microbatches 4 --adapters 4 --weight 0.02
   megatron-zb show --csv table.csv
   megatron-zb show dualpipe-v --pipeline-size 4 --num-microbatches 10 --forward-comm 0.5 \\
       --backward-comm 0.5
@@ -145,6 +148,16 @@ _MAY_USE: dict[str, dict[str, Any]] = {
         "help": "token slices: cut each microbatch along the sequence into N parts, or into parts "
         "of unequal lengths, such as 2,1,1",
     },
+    "adapters": {
+        "type": positive,
+        "metavar": "N",
+        "help": "N adapters share the pipeline, each with M microbatches in a step",
+    },
+    "adapter_steps": {
+        "type": positive,
+        "metavar": "S",
+        "help": "with --adapters: steps of each before the pipeline is drained (default 1)",
+    },
     "attention": {
         "type": seconds,
         "metavar": "X",
@@ -223,8 +236,9 @@ def _save_page(path: Path, arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"there is no page for {arguments.name}: give a name that ends in .png or .svg"
         )
-    if arguments.slices is not None:
-        raise UsageError("there is no page for slices: give a name that ends in .png or .svg")
+    for name in ("slices", "adapters"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"there is no page for {name}: give a name that ends in .png or .svg")
     from megatron_zb.drawing import html_page
     from megatron_zb.drawing.html_page import save_schedule
 
@@ -257,8 +271,9 @@ def export(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"a csv table has no passes of {arguments.name}: give --format chrome-trace"
         )
-    if arguments.format == "csv" and arguments.slices is not None:
-        raise UsageError("a csv table of torch has no slices: give --format chrome-trace")
+    for name in ("slices", "adapters"):
+        if arguments.format == "csv" and getattr(arguments, name) is not None:
+            raise UsageError(f"a csv table of torch has no {name}: give --format chrome-trace")
     timeline = _timeline(arguments)
     if arguments.format == "csv":
         text = interchange.to_csv(timeline.schedule)
@@ -295,20 +310,25 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
     for extension in extensions():
         extension.check(arguments)
     ranks, microbatches = arguments.pipeline_size, arguments.num_microbatches
-    slices = 1 if arguments.slices is None else arguments.slices.slices
-    _check_drawn(arguments.name, ranks, microbatches * slices, slices, most)
+    parts = 1 if arguments.slices is None else arguments.slices.slices
+    parts *= (arguments.adapters or 1) * (arguments.adapter_steps or 1)
+    _check_drawn(arguments.name, ranks, microbatches * parts, parts, most)
     with report_if_slow(
         f"putting the passes of {microbatches} microbatches on {ranks} ranks in order"
     ):
         return _built(arguments)
 
 
-def _check_drawn(name: str, ranks: int, microbatches: int, slices: int, most: int | None) -> None:
-    """Reject a drawing with more than ``most`` ranks times microbatches, too large to look at."""
+def _check_drawn(name: str, ranks: int, microbatches: int, parts: int, most: int | None) -> None:
+    """Reject a drawing with more than ``most`` ranks times microbatches, too large to look at.
+
+    Args:
+        parts: what a microbatch counts for: its slices, or the steps of all adapters.
+    """
     if most is not None and ranks * microbatches > most:
         raise UsageError(
             f"{_too_many(name, ranks, microbatches, most)}; a schedule repeats itself between its "
-            f"beginning and its end, so that {_enough(ranks, slices, most)} shows as much"
+            f"beginning and its end, so that {_enough(ranks, parts, most)} shows as much"
         )
 
 
@@ -329,21 +349,23 @@ def _too_many(name: str, ranks: int, microbatches: int, most: int) -> str:
     )
 
 
-def _enough(ranks: int, slices: int, most: int) -> str:
+def _enough(ranks: int, parts: int, most: int) -> str:
     """Return flags of a drawing in which a pipeline is filled, stays full, and is drained."""
-    if 4 * ranks * ranks * slices <= most:
+    if 4 * ranks * ranks * parts <= most:
         return f"--num-microbatches {4 * ranks}"
     smaller = 2
-    while 4 * (2 * smaller) ** 2 * slices <= most:
+    while 4 * (2 * smaller) ** 2 * parts <= most:
         smaller *= 2
     return f"--pipeline-size {smaller} --num-microbatches {4 * smaller}"
 
 
 def _built(arguments: argparse.Namespace) -> schedules.Timeline:
+    adapters = _adapters(arguments)
     extension = extension_of(arguments.name)
     if extension is not None:
-        if arguments.slices is not None:
-            raise UsageError(f"{arguments.name} has no slices: leave --slices out")
+        for name in ("slices", "adapters"):
+            if getattr(arguments, name) is not None:
+                raise UsageError(f"{arguments.name} has no {name}: leave --{name} out")
         return extension.timeline(arguments)
     costs, slicing = _costs(arguments, arguments.pipeline_size), Slicing.equal(1)
     if arguments.slices is not None:
@@ -357,12 +379,25 @@ def _built(arguments: argparse.Namespace) -> schedules.Timeline:
     schedule = schedules.build(
         arguments.name,
         pipeline_size=arguments.pipeline_size,
-        num_microbatches=arguments.num_microbatches,
+        num_microbatches=arguments.num_microbatches if adapters is None else None,
         costs=costs,
         slices=slicing,
+        adapters=adapters,
         **{name: getattr(arguments, name) for name in _CHOICES},
     )
     return schedules.simulate(schedule, costs)
+
+
+def _adapters(arguments: argparse.Namespace) -> Adapters | None:
+    if arguments.adapters is None:
+        if arguments.adapter_steps is not None:
+            raise UsageError("--adapter-steps is for adapters: give --adapters N")
+        return None
+    return Adapters.equal(
+        arguments.adapters,
+        microbatches=arguments.num_microbatches,
+        steps=arguments.adapter_steps or 1,
+    )
 
 
 def _check_combined(
@@ -378,6 +413,7 @@ def _check_combined(
         costs,
         has_fixed_order=not catalog.family(arguments.name).searches,
         is_sliced=slicing.slices > 1,
+        has_adapters=arguments.adapters is not None,
         group_size=arguments.group_size,
     )
     flags = {**_FLAGS, conflicts.COMMUNICATION: flag_of(_communication(arguments))}
@@ -398,7 +434,7 @@ def _table(arguments: argparse.Namespace) -> schedules.Schedule:
         raise UsageError(f"give either {arguments.name} or --csv FILE: two schedules were named")
     if arguments.pipeline_size is not None or arguments.num_microbatches is not None:
         raise UsageError("--csv FILE has its own sizes: leave the sizes out")
-    for choice in (*_CHOICES, "slices", "attention"):
+    for choice in (*_CHOICES, "slices", "attention", "adapters", "adapter_steps"):
         if getattr(arguments, choice) is not None:
             flag = flag_of(choice)
             raise UsageError(f"--csv FILE is a finished schedule: leave {flag} out")

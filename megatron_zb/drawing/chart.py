@@ -130,7 +130,10 @@ MILLISECONDS = TimeUnit("time, ms", "ms", 1000.0)
 
 @dataclass(frozen=True)
 class Bar:
-    """One pass on the row of its rank; ``chunk`` is 0 or 1 for even or odd steps of a relay.
+    """One pass on the row of its rank.
+
+    ``chunk`` is 0 or 1 for even or odd steps of a relay, and the index of the adapter where several
+    share the pipeline.
 
     The two bars of a pair share its time: ``half`` is 0 for F and 1 for the backward.
     """
@@ -184,8 +187,10 @@ def luminance(colour: str) -> float:
 
 
 def variants_of(schedule: Schedule) -> int:
-    """Count the colours of a kind: one per model chunk of a rank, two for alternating steps."""
-    return 2 if schedule.rules.has_steps else schedule.placement.chunks
+    """Count the colours of a kind: one per adapter or model chunk, two for alternating steps."""
+    if schedule.rules.has_steps:
+        return 2
+    return len(schedule.rules.owners) or schedule.placement.chunks
 
 
 def variant_of(schedule: Schedule, p: Pass) -> int:
@@ -194,6 +199,8 @@ def variant_of(schedule: Schedule, p: Pass) -> int:
         return schedule.rules.step_of(p) % 2
     if p.kind in ONE_SHADE:
         return 0
+    if schedule.rules.owners:
+        return schedule.rules.owner_of(p.microbatch)
     return schedule.placement.chunk_of(p.stage)
 
 
@@ -201,7 +208,7 @@ def bars_of(timeline: Timeline) -> Iterator[Bar]:
     """Yield the bars of all ranks, rank by rank in the order they run.
 
     Those of a vocabulary-parallel embedding, and D and H, are left out: they take next to no time,
-    or none.
+    or none. So are updates of adapters that take none.
     """
     schedule = timeline.schedule
     for rank, passes in enumerate(schedule.ranks):
@@ -211,7 +218,8 @@ def bars_of(timeline: Timeline) -> Iterator[Bar]:
             half = 1 if half == 0 else None
             if schedule.pair_at(rank, position) is not None:
                 half = 0
-            if p.kind.shades is None:
+            is_no_time = start == end and schedule.rules.owners and p.kind is PassKind.U
+            if p.kind.shades is None or is_no_time:
                 continue
             chunk = variant_of(schedule, p)
             colour = colour_of(p.kind, chunk, variants_of(schedule))
@@ -219,13 +227,16 @@ def bars_of(timeline: Timeline) -> Iterator[Bar]:
 
 
 def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
-    """Return the kinds and chunks, or even and odd steps, that occur, each with its label."""
+    """Return the kinds and chunks, adapters or even and odd steps that occur, with their labels."""
     found = sorted(
         {(bar.kind, bar.chunk) for bar in bars_of(timeline)},
         key=lambda pair: (PassKind.all().index(pair[0]), pair[1]),
     )
+    owners = timeline.schedule.rules.owners
     if timeline.schedule.rules.has_steps:
         said = [", even steps", ", odd steps"]
+    elif owners:
+        said = [f", adapter {name}" for name in owners]
     else:
         chunks = timeline.schedule.placement.chunks
         said = [""] if chunks == 1 else [f", chunk {chunk}" for chunk in range(chunks)]

@@ -97,7 +97,7 @@ def draw(timeline: Timeline, unit: TimeUnit = COST_UNIT) -> Figure:
     width = _width(timeline)
     rows = (ROW_HEIGHT, *[MEMORY_ROW_HEIGHT] * (2 if timeline.copies else 1))
     heights = [placement.pipeline_size * row for row in rows]
-    legend = (placement.chunks + 1) * LEGEND_ROW_HEIGHT
+    legend = (variants_of(timeline.schedule) + 1) * LEGEND_ROW_HEIGHT
     figure = _figure(width, sum(heights) + MARGINS[1] + legend)
     panels = figure.subplots(len(rows), 1, sharex=True, height_ratios=heights)
     inner = width - MARGINS[0] - WIDTH_OF_PEAK

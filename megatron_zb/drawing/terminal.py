@@ -253,14 +253,15 @@ def _legend(timeline: Timeline) -> list[Text]:
         )
         return [*lines, Text(f"{numbers}; {IDLE} idle", style="dim")]
     paired = f"{PAIRED} joins a pair; " if timeline.schedule.pairs else ""
-    numbers = f"{_letters(chunks)}number: microbatch; {paired}{IDLE} idle"
+    what = "adapter" if timeline.schedule.rules.owners else "chunk"
+    numbers = f"{_letters(chunks, what)}number: microbatch; {paired}{IDLE} idle"
     return [*lines, Text(numbers, style="dim")]
 
 
-def _letters(chunks: int) -> str:
+def _letters(chunks: int, what: str) -> str:
     if chunks == 1:
         return ""
     if chunks == 2:
-        return "capital letter: chunk 0, small: 1; "
+        return f"capital letter: {what} 0, small: 1; "
     even, odd = (", ".join(map(str, range(start, chunks, 2))) for start in (0, 1))
-    return f"capital letter: chunks {even}, small: {odd}, darkest first; "
+    return f"capital letter: {what}s {even}, small: {odd}, darkest first; "

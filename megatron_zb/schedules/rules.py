@@ -55,6 +55,15 @@ class Rules:
         return {it.kind: it for it in self.table}
 
     @property
+    def owners(self) -> tuple[str, ...]:
+        """Names of the trainings that share the pipeline; none where there is one."""
+        return ()
+
+    def owner_of(self, unit: int) -> int:
+        """Return the index of the training that a unit is of, among :attr:`owners`."""
+        return 0
+
+    @property
     def shard_ranks(self) -> tuple[int, ...]:
         """Ranks that hold a shard of the vocabulary."""
         return ()

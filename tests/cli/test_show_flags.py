@@ -24,6 +24,8 @@ FLAGS = {
     "group_size": "6",
     "slices": "2",
     "attention": "0.5",
+    "adapters": "2",
+    "adapter_steps": "3",
     "forward": "1.5",
     "backward": "1.25",
     "weight": "0.5",

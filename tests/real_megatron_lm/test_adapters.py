@@ -6,75 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from stored_tensors import tensors_of
 
-from real_megatron_lm.runs import MODEL, PIPELINE_OF_TWO, Logged, pretrain
-
-# What adapters have in the file, not as flags of the whole run.
-OF_FILE = ("--global-batch-size 8", "--train-iters 7")
-SPECIAL = {"a": "batch: 4, steps: 4, rank: 4", "b": "batch: 2, steps: 3, rank: 8, alpha: 8"}
-_LINE = re.compile(r"^ adapter (\w+) \| iteration +(\d+)/.*(lm loss: \S+ \|.*)$", re.M)
-
-
-def model() -> str:
-    text = MODEL
-    for flags in OF_FILE:
-        assert flags in text
-        text = text.replace(flags, "")
-    return text
-
-
-def written(path: Path, entries: dict[str, str]) -> Path:
-    """A file of adapters that differ in more than their names."""
-    lines = [f"  - {{name: {n}, seed: {ord(n[0])}, {entry}}}" for n, entry in entries.items()]
-    path.write_text("\n".join(["adapters:", *lines, ""]))
-    return path
-
-
-def train(
-    checkout: Path,
-    base: Path,
-    save: Path,
-    entries: dict[str, str],
-    schedule: str,
-    *more: str,
-    ranks: int = 2,
-    program: str | None = None,
-) -> Logged:
-    save.mkdir(exist_ok=True)
-    file = written(save / "adapters.yaml", entries)
-    files = f"--load {base} --save {save} --save-interval 2 --pipeline-adapters {file}"
-    flags = f"{files} --pipeline-schedule {schedule}"
-    pipeline = f"--pipeline-model-parallel-size {ranks}"
-    path = None if program is None else Path(__file__).with_name(program)
-    return pretrain(checkout, model(), pipeline, flags, *more, ranks=ranks, program=path)
-
-
-def lines_of(run: Logged) -> dict[str, list[tuple[str, str]]]:
-    """The steps of each adapter in the log, each with its losses and its norm."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for name, step, said in _LINE.findall(run.output):
-        found.setdefault(name, []).append((step, said))
-    return found
-
-
-def evaluation_of(run: Logged, name: str) -> list[str]:
-    return re.findall(rf"validation loss at iteration \d+ of adapter {name} \| (.*)", run.output)
-
-
-def saved(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """The tensors of the last checkpoint of an adapter: weights and states of the optimizer."""
-    step = int((folder / name / "latest_checkpointed_iteration.txt").read_text())
-    return tensors_of(folder / name / f"iter_{step:07d}")
-
-
-def check_same_adapter(ours: Path, theirs: Path, name: str) -> None:
-    one, other = saved(ours, name), saved(theirs, name)
-    assert one.keys() == other.keys()
-    assert sum("linear_" in key for key in one) > 8
-    for key, value in one.items():
-        assert torch.equal(value, other[key]), key
+from real_megatron_lm.adapter_runs import (
+    SPECIAL,
+    check_same_adapter,
+    evaluation_of,
+    lines_of,
+    model,
+    train,
+    written,
+)
+from real_megatron_lm.runs import PIPELINE_OF_TWO, Logged, pretrain
 
 
 @pytest.mark.parametrize(
@@ -106,7 +48,7 @@ def test_a_job_goes_on_with_others(checkout: Path, checkpoint_of_two: Path, tmp_
     assert first.code == 0, first.output
     assert lines_of(first).keys() == {"a", "b"}
     others = {"a": SPECIAL["a"], "c": "batch: 2, steps: 2, rank: 2, modules: [linear_proj]"}
-    second = train(checkout, checkpoint_of_two, save, others, "v-half", ranks=4)
+    second = train(checkout, checkpoint_of_two, save, others, "v-half", ranks=4, stages=4)
     assert second.code == 0, second.output
     assert "megatron_zb: adapter a: going on after 2 of 4 steps" in second.said
     whole = train(checkout, checkpoint_of_two, tmp_path / "whole", others, "v-zb")

@@ -196,6 +196,13 @@ class AdapterRules(UnitRules):
         columns = adapters.columns(order)
         return cls(columns, has_updates=True, adapters=adapters, order=order)
 
+    @property
+    def owners(self) -> tuple[str, ...]:
+        return tuple(adapter.name for adapter in self.adapters.each)
+
+    def owner_of(self, unit: int) -> int:
+        return self.order[self.columns.owner[unit]].adapter
+
     def at(self, unit: int) -> tuple[Adapter, int, int]:
         """Return the adapter, the step and the microbatch of the step that a unit is."""
         adapter, step, first = self.order[self.columns.owner[unit]]

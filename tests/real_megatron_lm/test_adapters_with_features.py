@@ -1,0 +1,118 @@
+"""Adapters with what else a training has: each is, to the last digit, what it is alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from real_megatron_lm.adapter_runs import (
+    SPECIAL,
+    check_same_adapter,
+    evaluation_of,
+    lines_of,
+    train,
+)
+from real_megatron_lm.runs import MODEL, PIPELINE_OF_TWO, Logged, pretrain
+
+LLAMA = """
+--untie-embeddings-and-output-weights --swiglu --normalization RMSNorm --disable-bias-linear
+--group-query-attention --num-query-groups 2 --position-embedding-type rope
+"""
+EXPERTS = """
+--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
+--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1
+"""
+PREDICTION = "--mtp-num-layers 1 --position-embedding-type rope"
+TENSORS = "--tensor-model-parallel-size 2 --sequence-parallel"
+RECOMPUTED = "--pipeline-recompute auto --pipeline-memory-limit 0.45"
+OFFLOADED = "--pipeline-offload auto --pipeline-memory-limit 0.5"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training beside the plain one: 1F1B on 2 ranks in float32.
+
+    Args:
+        schedule: of the pipeline.
+        more: flags of the run.
+        model: flags of the base and of every run.
+        ranks: of the job.
+        digits: to which the losses are those of the plain training; None where they are others.
+    """
+
+    schedule: str
+    more: str = ""
+    model: str = ""
+    ranks: int = 2
+    digits: float | None = 1e-5
+
+
+CASES = {
+    "recomputation": Case("v-half", RECOMPUTED),
+    "offload": Case("auto", OFFLOADED),
+    "recompute-auto-stream": Case("auto", f"{RECOMPUTED} --pipeline-adapter-steps 3"),
+    "replicas": Case("v-zb", "--use-distributed-optimizer", ranks=4),
+    "tensors": Case("v-half", TENSORS, ranks=4),
+    "tensors-stream": Case("v-zb", f"{TENSORS} --pipeline-adapter-steps 2", ranks=4),
+    "context": Case("zb-h1", "--context-parallel-size 2", ranks=4),
+    "bf16": Case("v-zb", "--bf16", digits=1e-2),
+    "fp16": Case("v-zb", "--fp16 --initial-loss-scale 4194304", digits=None),
+    "llama": Case("v-half", model=LLAMA),
+    "experts": Case("v-zb", model=EXPERTS),
+    "experts-parallel": Case(
+        "v-half", "--expert-model-parallel-size 2", model=EXPERTS, ranks=4, digits=1e-3
+    ),
+    "prediction": Case("zb-h1", model=PREDICTION),
+}
+
+
+@pytest.fixture(scope="module")
+def base_of(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Two iterations of Megatron's own 1F1B with flags of a model, made once for each."""
+    made: dict[str, Path] = {}
+
+    def make(flags: str) -> Path:
+        if flags not in made:
+            folder = tmp_path_factory.mktemp("base")
+            saving = f"--exit-interval 2 --save {folder} --save-interval 2"
+            run = pretrain(checkout, MODEL, flags, PIPELINE_OF_TWO, saving, ranks=2)
+            assert run.code == 0, run.output
+            made[flags] = folder
+        return made[flags]
+
+    return make
+
+
+def losses_of(said: list[tuple[str, str]]) -> list[float]:
+    return [float(re.findall(r"lm loss: (\S+)", text)[0]) for _, text in said]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_adapter_is_as_in_a_separate_run(
+    checkout: Path, base_of: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    case = CASES[name]
+    base, how = base_of(case.model), (case.schedule, case.model, case.more)
+
+    def run(folder: str, entries: dict[str, str], *how: str, ranks: int) -> Logged:
+        ended = train(checkout, base, tmp_path / folder, entries, *how, ranks=ranks)
+        assert ended.code == 0, ended.output
+        return ended
+
+    together = run("all", SPECIAL, *how, ranks=case.ranks)
+    lines = lines_of(together)
+    assert {adapter: len(of) for adapter, of in lines.items()} == {"a": 4, "b": 3}
+    for adapter, entry in SPECIAL.items():
+        alone = run(adapter, {adapter: entry}, *how, ranks=case.ranks)
+        assert lines_of(alone) == {adapter: lines[adapter]}
+        assert evaluation_of(alone, adapter) == evaluation_of(together, adapter) != []
+        check_same_adapter(tmp_path / adapter, tmp_path / "all", adapter)
+    if case.digits is not None:
+        plain = lines_of(run("plain", SPECIAL, "1f1b", case.model, ranks=2))
+        for adapter in SPECIAL:
+            near = pytest.approx(losses_of(plain[adapter]), rel=case.digits)
+            assert losses_of(lines[adapter]) == near
