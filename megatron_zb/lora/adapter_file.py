@@ -32,6 +32,8 @@ from megatron_zb.measured.config import Section, optional_size, read, size
 from megatron_zb.parsing import flag_of
 
 FLAG = "--pipeline-adapters"
+LORA: Literal["lora"] = "lora"
+ALL: Literal["all"] = "all"
 Module = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 MODULES: tuple[Module, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -94,6 +96,12 @@ class AdapterEntry(Section):
     seed: int | None = Field(
         None, ge=0, lt=2**32, description="of its weights and its data", examples=[1234]
     )
+    weights: Literal["lora", "all"] = Field(
+        LORA,
+        description="what it trains: lora, two small matrices for each layer; all, a copy of all "
+        "weights of the base",
+        examples=[LORA],
+    )
     rank: int = size("numbers between the two matrices of a layer", 16, 16)
     alpha: float = Field(
         32.0, gt=0, le=1e6, description="its output counts alpha / rank times", examples=[32.0]
@@ -136,6 +144,15 @@ class AdapterEntry(Section):
         if data is not None and not (data.split() if isinstance(data, str) else data):
             raise ValueError("it is empty: give a prefix of a data set, or leave it out")
         return data
+
+    @model_validator(mode="after")
+    def _has_matrices(self) -> AdapterEntry:
+        of_matrices = sorted({"rank", "alpha", "modules"} & self.model_fields_set)
+        if self.weights == ALL and of_matrices:
+            raise ValueError(
+                f"{self.name} has weights: all, and so no {' or '.join(of_matrices)}: leave it out"
+            )
+        return self
 
 
 class AdapterFile(Section):
@@ -181,10 +198,18 @@ class AdapterJob:
         return int(self.arguments["global_batch_size"])
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all weights of the base are trained, in a copy."""
+        return self.entry.weights == ALL
+
+    @property
     def shape(self) -> dict[str, Any]:
         """What its weights are made by, which a checkpoint must agree with."""
         entry = self.entry
+        if self.is_whole:
+            return {"weights": ALL}
         return {
+            "weights": LORA,
             "rank": entry.rank,
             "alpha": entry.alpha,
             "modules": [module for module in MODULES if module in entry.modules],

@@ -217,4 +217,4 @@ def _normed(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_gradient(_module: Any, _arguments: Any, output: torch.Tensor) -> torch.Tensor:
-    return output.detach().requires_grad_()
+    return output if output.requires_grad else output.detach().requires_grad_()

@@ -18,7 +18,7 @@ B of a stage run in the order of the units, so all ranks start their sums in one
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
-from megatron_zb.lora.layers import LoRALayers
-from megatron_zb.lora.training import AdapterOptimizer, AdapterOptimizers, Stepped
+from megatron_zb.lora.training import AdapterOptimizer, AdapterOptimizers, Stepped, Weights
 from megatron_zb.runtime.channels import new_groups
 
 
@@ -45,16 +44,20 @@ class StreamedOptimizers(AdapterOptimizers):
     Collective over the job, as it makes a process group.
 
     Args:
-        layers: the adapters on the model chunks.
+        weights: of the adapters, by kind.
         each: their training, by name.
         config: of the model.
         chunks: model chunks of this rank.
     """
 
     def __init__(
-        self, layers: LoRALayers, each: Mapping[str, AdapterOptimizer], config: Any, chunks: int
+        self,
+        weights: Sequence[Weights],
+        each: Mapping[str, AdapterOptimizer],
+        config: Any,
+        chunks: int,
     ) -> None:
-        super().__init__(layers, each, config)
+        super().__init__(weights, each, config)
         ranks = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
         (self._group,) = new_groups([ranks])
         self._chunks = chunks

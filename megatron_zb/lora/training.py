@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,23 @@ from megatron.core.utils import get_model_config
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron_zb.errors import UsageError
-from megatron_zb.lora.layers import DIVIDED, AdapterWeights, LoRALayers
+from megatron_zb.lora.layers import DIVIDED
+
+
+class OwnWeights(Protocol):
+    """The weights of one training in one model chunk: a module, with names in the whole model."""
+
+    config: Any
+
+    def named_weights(self) -> dict[str, torch.nn.Parameter]:
+        """Return the weights by name, such as ``decoder.layers.3.mlp.linear_fc1.down``."""
+
+
+class Weights(Protocol):
+    """The weights of several trainings in the model chunks of a rank."""
+
+    def select(self, chunk: int, name: str | None) -> None:
+        """Let a chunk compute with those of a training; those of others are not touched."""
 
 
 class Stepped(NamedTuple):
@@ -116,20 +132,21 @@ class AdapterOptimizers:
     """The adapters of a model: selected by the passes of their microbatches, stepped at the end.
 
     Args:
-        layers: the adapters on the model chunks.
+        weights: of the adapters, by kind.
         each: their training, by name.
         config: of the model.
     """
 
     def __init__(
-        self, layers: LoRALayers, each: Mapping[str, AdapterOptimizer], config: Any
+        self, weights: Sequence[Weights], each: Mapping[str, AdapterOptimizer], config: Any
     ) -> None:
-        self._layers, self._config = layers, config
+        self._weights, self._config = weights, config
         self.each = each
 
     def select(self, chunk: int, adapter: str) -> None:
         """Let a chunk compute with an adapter, whose loss scale counts from now on."""
-        self._layers.select(chunk, adapter)
+        for weights in self._weights:
+            weights.select(chunk, adapter)
         self._config.grad_scale_func = self.each[adapter].optimizer.scale_loss
 
     def select_everywhere(self, chunks: int, adapter: str) -> None:
@@ -164,7 +181,7 @@ class AdapterOptimizers:
         return [self.each[adapter].step()]
 
 
-def wrapped(weights: Sequence[AdapterWeights], ddp_config: Any, name: str) -> list[Any]:
+def wrapped(weights: Sequence[OwnWeights], ddp_config: Any, name: str) -> list[Any]:
     """Wrap the weights of an adapter for data parallelism; collective over the model.
 
     Args:
@@ -177,7 +194,7 @@ def wrapped(weights: Sequence[AdapterWeights], ddp_config: Any, name: str) -> li
     """
     from megatron.core.distributed import DistributedDataParallel
 
-    own = [it for it in weights if it.pairs]
+    own = [it for it in weights if it.named_weights()]
     group = parallel_state.get_pipeline_model_parallel_group()
     counts: list[int] = [0] * group.size()
     dist.all_gather_object(counts, len(own), group=group)

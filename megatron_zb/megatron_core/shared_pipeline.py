@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.auxiliary_losses import AuxiliaryScales
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.megatron_core.data_parallel import overlaps_grad_reduce
 from megatron_zb.megatron_core.post_validation import PostValidationPart
@@ -74,18 +75,21 @@ class AdapterStage(MegatronStage):
             if own == 0:
                 self._adapters.model.catch_up(adapter.name)
         self._select(microbatch)
-        return super().forward(microbatch, activation)
+        output = super().forward(microbatch, activation)
+        if self._trains:
+            self._adapters.scales.keep(self._adapters.rules.at(microbatch)[0].name)
+        return output
 
     def recompute(self, microbatch: int) -> None:
         self._select(microbatch)
         super().recompute(microbatch)
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        self._select(microbatch)
+        self._select_for_backward(microbatch)
         return super().backward_input(microbatch, gradient)
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        self._select(microbatch)
+        self._select_for_backward(microbatch)
         result = super().backward(microbatch, gradient)
         self._count_backward(microbatch)
         return result
@@ -119,6 +123,11 @@ class AdapterStage(MegatronStage):
         if not self._step.forward_only:
             name = self._adapters.rules.at(microbatch)[0].name
             self._adapters.model.select(self.chunk, name)
+
+    def _select_for_backward(self, microbatch: int) -> None:
+        self._select(microbatch)
+        if self._trains:
+            self._adapters.scales.put_back(self._adapters.rules.at(microbatch)[0].name)
 
     def _microbatches_of(self, microbatch: int) -> int:
         if self._step.forward_only:
@@ -158,6 +167,7 @@ class SharedPipelinePart(StepPart):
         steps_done: Mapping[str, int] | None = None,
     ) -> None:
         self._current, self.model = current, model
+        self.scales = AuxiliaryScales()
         names = [adapter.name for adapter in self.rules.adapters.each]
         self.steps_done = dict.fromkeys(names, 0) | dict(steps_done or {})
 

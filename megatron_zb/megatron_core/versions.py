@@ -487,3 +487,20 @@ def sum_lengths_on_cpu() -> None:
 def data_parallel_group(pg_collection: Any) -> Any:
     """Return the group to count tokens over; 0.19 also widens it where weights are sharded."""
     return getattr(pg_collection, "dp_cp_gtp_remat", None) or pg_collection.dp_cp
+
+
+_AUXILIARY_SCALERS = (
+    ("moe.moe_utils", "MoEAuxLossAutoScaler"),
+    ("multi_token_prediction", "MTPLossAutoScaler"),
+    ("experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"),
+)
+
+
+def auxiliary_scalers() -> list[Any]:
+    """Return the classes that hold how much auxiliary losses count, as far as Megatron has them."""
+    found = []
+    for name, owner in _AUXILIARY_SCALERS:
+        with suppress(ImportError, AttributeError):
+            module = import_module(f"megatron.core.transformer.{name}")
+            found.append(getattr(module, owner))
+    return found

@@ -29,6 +29,7 @@ from megatron_zb.lora.checkpoint import AdapterCheckpoints, steps_saved
 from megatron_zb.lora.layers import LoRALayers, LoRAShape
 from megatron_zb.lora.streamed import StreamedOptimizers
 from megatron_zb.lora.training import AdapterOptimizer, AdapterOptimizers, Stepped, wrapped
+from megatron_zb.lora.whole import CopyBytes, WholeModels, check_fits, free_bytes
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.shared_pipeline import SharedPipelinePart
 from megatron_zb.megatron_lm.replacing import replace, when
@@ -41,6 +42,9 @@ _OF_BASE = {
     "skip_train": True,
 }
 """Arguments with which ``pretrain`` loads the base."""
+
+MODEL_FOLDER = "model"
+"""Folder of a trained copy, beside the checkpoints that it goes on from."""
 
 _GIVEN_UP = "check_for_nan_in_loss_and_grad", "check_for_spiky_loss", "check_for_large_grads"
 """Checks that would end the training of all adapters for a fault in one."""
@@ -93,6 +97,8 @@ def prepare(args: argparse.Namespace) -> AdapterRun | None:
     )
     replicas = max(args.world_size // model_parallel, 1)
     jobs = jobs_of(args, replicas)
+    if any(job.is_whole for job in jobs):
+        _check_copied(args, steps)
     folder = None if args.save is None else Path(args.save)
     done = {job.name: steps_saved(folder, job, args.tensor_model_parallel_size) for job in jobs}
     run = AdapterRun(jobs, done, steps)
@@ -102,6 +108,35 @@ def prepare(args: argparse.Namespace) -> AdapterRun | None:
     for name in _GIVEN_UP:
         setattr(args, name, False)
     return run
+
+
+def _check_copied(args: argparse.Namespace, steps: int) -> None:
+    """Refuse models with weights whose gradients more than one rank or module adds to.
+
+    A filled pipeline is refused, too: it clips when the last B of a step has run, and W comes
+    later.
+
+    Raises:
+        UsageError: names the argument.
+    """
+    what = {
+        "--num-experts": args.num_experts,
+        "--mtp-num-layers": args.mtp_num_layers,
+        "--fp8-format": args.fp8,
+        "--fp4-format": getattr(args, "fp4", None),
+    }
+    if steps > 1:
+        what["--pipeline-adapter-steps"] = steps
+    given = next((f"{flag} {value}" for flag, value in what.items() if value), None)
+    if given is not None:
+        raise UsageError(
+            f"weights: all of {FLAG} cannot be combined with {given}: leave one of them out"
+        )
+    if not args.untie_embeddings_and_output_weights:
+        raise UsageError(
+            f"weights: all of {FLAG} needs a base whose output layer has its own weights, "
+            "trained with --untie-embeddings-and-output-weights"
+        )
 
 
 class AdapterHooks:
@@ -177,16 +212,20 @@ class _Training:
                 job.entry.rank, job.entry.alpha, tuple(job.entry.modules), job.arguments["seed"]
             )
             for job in self._run.jobs
+            if not job.is_whole
         }
+        whole = self._copies(model, arguments)
         layers = LoRALayers(model, shapes)
         each = {}
         for job in self._run.jobs:
+            of_job = (whole if job.is_whole else layers).weights[job.name]
             with changed(arguments, self._alone(job)):
-                each[job.name] = _optimizer_of(layers.weights[job.name], arguments, job)
+                each[job.name] = _optimizer_of(of_job, arguments, job)
+        weights = (layers, whole)
         self._optimizers = (
-            StreamedOptimizers(layers, each, config, len(model))
+            StreamedOptimizers(weights, each, config, len(model))
             if self._run.steps > 1
-            else AdapterOptimizers(layers, each, config)
+            else AdapterOptimizers(weights, each, config)
         )
         checkpoints = self._checkpoints(arguments)
         for job in self._run.jobs:
@@ -202,6 +241,18 @@ class _Training:
         )
         self._part = self._pipeline.train_adapters(self._optimizers, self._run.done)
         config.timers = None
+
+    def _copies(self, model: Sequence[Any], arguments: Any) -> WholeModels:
+        """Copy the weights of the base for each adapter that trains all of them.
+
+        Raises:
+            UsageError: a rank has no room for them.
+        """
+        names = [job.name for job in self._run.jobs if job.is_whole]
+        if names:
+            bytes_of_one = CopyBytes.of(model, arguments, arguments.data_parallel_size)
+            check_fits(names, bytes_of_one, free_bytes(model[0]))
+        return WholeModels(model, names)
 
     def build_iterators(
         self, original: Any, *args: Any, **keywords: Any
@@ -411,7 +462,9 @@ class _Training:
             own = self._optimizers.each[job.name]
             checkpoints.save(job, own, step, arguments.tensor_model_parallel_size)
             _say(f"adapter {job.name} is saved after {step} steps")
-            if is_done:
+            if is_done and job.is_whole:
+                self._write_model(job, call["model"], arguments)
+            elif is_done:
                 self._write_peft(job, own, call["config"], Path(arguments.save))
         if arguments.eval_iters and is_due(arguments.eval_interval):
             self._evaluate(job, call, arguments)
@@ -425,6 +478,18 @@ class _Training:
             return
         peft_folder.write(folder, job, own, config)
         _say(f"adapter {job.name} is in {folder / job.name / peft_folder.FOLDER} for PEFT")
+
+    def _write_model(self, job: AdapterJob, model: Sequence[Any], arguments: Any) -> None:
+        """Write the weights as a checkpoint of Megatron-LM, which any of its scripts loads."""
+        from megatron.training import checkpointing
+
+        assert self._optimizers is not None
+        self._optimizers.select_everywhere(len(model), job.name)
+        into = Path(arguments.save) / job.name / MODEL_FOLDER
+        only_weights = {"save": str(into), "no_save_optim": True, "no_save_rng": True}
+        with changed(arguments, {**self._alone(job), **only_weights}):
+            checkpointing.save_checkpoint(job.steps, model, None, None, 0)
+        _say(f"adapter {job.name} is in {into} as a checkpoint of the model")
 
     def _evaluate(self, job: AdapterJob, call: Mapping[str, Any], arguments: Any) -> None:
         from megatron.training import training

@@ -57,7 +57,12 @@ adapters:
     assert of_decay == dict.fromkeys(
         ("weight_decay", "start_weight_decay", "end_weight_decay"), 0.1
     )
-    assert german.shape == {"rank": 4, "alpha": 8.0, "modules": ["linear_proj"]}
+    assert german.shape == {
+        "weights": "lora",
+        "rank": 4,
+        "alpha": 8.0,
+        "modules": ["linear_proj"],
+    }
 
 
 ONE = "adapters: [{name: a, %s}]"
@@ -72,6 +77,9 @@ MALFORMED = {
     "adapters: [{name: a}]]": "is not YAML",
     "adapters: &x [*x]": "has an alias",
     "adapters: !!python/object:os.system [a]": "is not YAML",
+    "adapters: [{name: a, weights: all, rank: 4, alpha: 2}]": "a has weights: all, and so no alpha "
+    "or rank: leave it out",
+    "adapters: [{name: a, weights: half}]": "'adapters.0.weights' is 'half'",
     "adapters: [{nam: a}]": "'adapters.0.name' is missing: give, for example, name: french",
     "adapters: [{name: a, ranks: 4}]": "'adapters.0.ranks' is no field here: did you mean rank",
     "adapters: [{name: a}, {name: A}]": "two adapters are called a",

@@ -41,7 +41,7 @@ def stream(case: GPTCase, schedule: str, clip: float) -> dict[str, torch.Tensor]
         assert pipeline is not None
         layers = LoRALayers(chunks, SHAPES)
         each = {name: new_optimizer(layers, name, clip) for name in SHAPES}
-        optimizers = StreamedOptimizers(layers, each, get_model_config(chunks[0]), len(chunks))
+        optimizers = StreamedOptimizers([layers], each, get_model_config(chunks[0]), len(chunks))
         part = pipeline.train_adapters(optimizers)
         data = [part.merged(_data(case)) for _ in chunks]
         for own in each.values():
@@ -73,7 +73,9 @@ def train(case: GPTCase, schedule: str, *, clip: float = 0.0) -> dict[str, torch
         assert pipeline is not None
         layers = LoRALayers(chunks, SHAPES)
         each = {name: new_optimizer(layers, name, clip) for name in SHAPES}
-        part = pipeline.train_adapters(AdapterOptimizers(layers, each, get_model_config(chunks[0])))
+        part = pipeline.train_adapters(
+            AdapterOptimizers([layers], each, get_model_config(chunks[0]))
+        )
         data = [part.merged(_data(case)) for _ in chunks]
         for _ in range(STEPS):
             for own in each.values():

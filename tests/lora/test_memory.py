@@ -32,7 +32,7 @@ def taken(schedule: str, count: int) -> tuple[int, int, int]:
         shapes = {it.name: LoRAShape(4, 8.0, ("linear_proj",), 1) for it in adapters.each}
         layers = LoRALayers(chunks, shapes)
         each = {name: new_optimizer(layers, name, 0.0) for name in shapes}
-        optimizers = AdapterOptimizers(layers, each, get_model_config(chunks[0]))
+        optimizers = AdapterOptimizers([layers], each, get_model_config(chunks[0]))
         part = pipeline.train_adapters(optimizers)
         weights = [w for chunk in chunks for w in chunk.parameters()]
         own = [w for it in each.values() for w in it.weights()]

@@ -148,7 +148,12 @@ def test_each_adapter_is_what_it_is_alone(ranks: RankPools, name: str, adapters:
     check_each_is_as_alone(ranks, 2, BASE, name, adapters)
 
 
-EXPERTS = (("num_moe_experts", 4), ("moe_router_topk", 2), ("moe_ffn_hidden_size", 32))
+EXPERTS = (
+    ("num_moe_experts", 4),
+    ("moe_router_topk", 2),
+    ("moe_ffn_hidden_size", 32),
+    ("moe_aux_loss_coeff", 0.5),
+)
 WHOLE_LAYERS = (
     ("recompute_granularity", "full"),
     ("recompute_method", "uniform"),
@@ -177,6 +182,19 @@ def test_each_is_with_other_models_what_it_is_alone(
     ranks: RankPools, world: int, case: GPTCase, name: str
 ) -> None:
     check_each_is_as_alone(ranks, world, case, name, STREAM)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case",
+    [replace(BASE, options=EXPERTS), replace(BASE, multi_token=1, rotary=True)],
+    ids=["experts", "predictions"],
+)
+def test_an_auxiliary_loss_counts_for_a_step_of_its_adapter(
+    ranks: RankPools, case: GPTCase
+) -> None:
+    """Steps have other numbers of microbatches, and the B of one follows the F of another."""
+    check_each_is_as_alone(ranks, 2, case, "1f1b", STREAM)
 
 
 @pytest.mark.long

@@ -26,7 +26,9 @@ EXPERTS = """
 --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1
 """
-PREDICTION = "--mtp-num-layers 1 --position-embedding-type rope"
+PREDICTION = """
+--mtp-num-layers 1 --position-embedding-type rope --untie-embeddings-and-output-weights
+"""
 TENSORS = "--tensor-model-parallel-size 2 --sequence-parallel"
 RECOMPUTED = "--pipeline-recompute auto --pipeline-memory-limit 0.45"
 OFFLOADED = "--pipeline-offload auto --pipeline-memory-limit 0.5"
@@ -58,7 +60,6 @@ CASES = {
     "replicas": Case("v-zb", "--use-distributed-optimizer", ranks=4),
     "tensors": Case("v-half", TENSORS, ranks=4),
     "tensors-stream": Case("v-zb", f"{TENSORS} --pipeline-adapter-steps 2", ranks=4),
-    "context": Case("zb-h1", "--context-parallel-size 2", ranks=4),
     "bf16": Case("v-zb", "--bf16", digits=1e-2),
     "fp16": Case("v-zb", "--fp16 --initial-loss-scale 4194304", digits=None),
     "llama": Case("v-half", model=LLAMA),
