@@ -317,7 +317,7 @@ def run(arguments: argparse.Namespace) -> Plan:
     from megatron_zb.parsing import GIB
     from megatron_zb.plan import request, table
     from megatron_zb.plan.chart import plan_chart, points
-    from megatron_zb.plan.features import adapters, lengths
+    from megatron_zb.plan.features import adapter_groups, adapters, lengths
     from megatron_zb.plan.search import search
     from megatron_zb.plan.workers import workers
 
@@ -329,13 +329,15 @@ def run(arguments: argparse.Namespace) -> Plan:
     with _Progress() as progress, workers() as each:
         plan = search(job, candidates, tries=arguments.tries, watch=progress.show, each=each)
     unequal = None if source is None else lengths.with_lengths(plan.ranked, source, job.memory)
-    shared = None if entries is None else adapters.with_adapters(plan.ranked, entries)
+    shared = None if entries is None else adapters.with_adapters(plan, entries)
+    groups = adapter_groups.grouped(plan, shared or [], entries or [])
     if arguments.format == "json":
         found = table.as_json(plan)
         if unequal is not None:
             found["unequal"] = lengths.unequal_as_json(plan, unequal)
         if shared is not None and entries is not None:
             found["adapters"] = adapters.adapters_as_json(plan, shared, entries)
+            found["adapters"]["groups"] = adapter_groups.groups_as_json(groups)
         print(json.dumps(found, indent=2))
     else:
         table.print_plan(plan, Console(), arguments.top)
@@ -343,6 +345,7 @@ def run(arguments: argparse.Namespace) -> Plan:
             lengths.print_unequal(plan, unequal, Console())
         if shared is not None and entries is not None:
             adapters.print_adapters(plan, shared, entries, Console())
+            adapter_groups.print_groups(groups, Console())
     if arguments.chart:
         print(f"\n{plan_chart(points(plan), plan.job.memory / GIB)}")
     return plan

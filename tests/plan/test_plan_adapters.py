@@ -107,3 +107,41 @@ def test_batches_that_no_microbatch_divides_have_no_row(
     )
     more = "--micro-batch-size 2"
     assert planned(file, capsys, more)["adapters"]["rows"] == []
+
+
+def test_groups_of_gpus_have_adapters_that_end_at_like_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = [f"name: a{i}, batch: 8, steps: {steps}" for i, steps in enumerate((40, 10, 20, 10))]
+    file = written(tmp_path / "a.yaml", *entries)
+    sizes = (
+        "plan --config gpt_1_5b --gpus 8 --device a100_80gb_sxm --tensor 1 "
+        "--micro-batch-size 1 --schedules v-zb --tries 1"
+    )
+    assert main([*sizes.split(), "--adapters", str(file), "--format", "json"]) == 0
+    groups = {of["groups"]: of for of in json.loads(capsys.readouterr().out)["adapters"]["groups"]}
+    assert groups.keys() == {1, 2, 4}
+    assert {n: of["gpus_of_each"] for n, of in groups.items()} == {1: 8, 2: 4, 4: 2}
+    assert groups[2]["adapters"] == [["a0"], ["a1", "a2", "a3"]]
+    assert groups[4]["adapters"] == [["a0"], ["a2"], ["a1"], ["a3"]]
+    assert main([*sizes.split(), "--adapters", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "groups of GPUs, each with some of the adapters" in said
+    assert "a0 | a1 a2 a3" in " ".join(said.split())
+
+
+def test_copies_of_all_weights_share_a_pipeline_where_they_have_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1.5 billion weights on 8 ranks: 18 bytes of each are 3.4 GB a rank."""
+    rows = {}
+    for count in (2, 40):
+        entries = [f"name: a{i}, batch: 8, steps: 3, weights: all" for i in range(count)]
+        plan = planned(written(tmp_path / f"{count}.yaml", *entries), capsys)
+        rows[count] = {row["schedule"]: row for row in plan["adapters"]["rows"]}
+    assert rows[2]["v-zb"]["together_seconds"] < rows[2]["v-zb"]["one_after_another_seconds"]
+    assert rows[40]["v-zb"]["together_seconds"] is None
+    entry = "name: a, batch: 8, steps: 3"
+    file = written(tmp_path / "both.yaml", entry, f"{entry}, weights: all".replace(" a,", " b,"))
+    assert main([*SIZES.split(), "--adapters", str(file)]) == 2
+    assert "a plan counts one kind of weights" in capsys.readouterr().err

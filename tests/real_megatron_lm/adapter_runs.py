@@ -83,3 +83,10 @@ def check_same_adapter(ours: Path, theirs: Path, name: str) -> None:
     assert sum("linear_" in key for key in one) > 8
     for key, value in one.items():
         assert torch.equal(value, other[key]), key
+
+
+def check_refused(run: Logged, said: str) -> None:
+    assert run.code != 0
+    assert said in run.error
+    assert len(run.error.splitlines()) == 1
+    assert "number of parameters" not in run.output

@@ -9,6 +9,7 @@ import pytest
 
 from real_megatron_lm.adapter_runs import (
     SPECIAL,
+    check_refused,
     check_same_adapter,
     evaluation_of,
     lines_of,
@@ -16,7 +17,7 @@ from real_megatron_lm.adapter_runs import (
     train,
     written,
 )
-from real_megatron_lm.runs import PIPELINE_OF_TWO, Logged, pretrain
+from real_megatron_lm.runs import PIPELINE_OF_TWO, pretrain
 
 
 @pytest.mark.parametrize(
@@ -128,10 +129,3 @@ def test_adapters_need_a_base(checkout: Path, tmp_path: Path) -> None:
     flags = f"--pipeline-adapters {file} --pipeline-schedule v-half"
     run = pretrain(checkout, model(), PIPELINE_OF_TWO, flags, ranks=2)
     check_refused(run, "give its checkpoint as --load")
-
-
-def check_refused(run: Logged, said: str) -> None:
-    assert run.code != 0
-    assert said in run.error
-    assert len(run.error.splitlines()) == 1
-    assert "number of parameters" not in run.output

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from stored_tensors import tensors_of
 
 from real_megatron_lm.adapter_runs import (
     SPECIAL,
+    check_refused,
     check_same_adapter,
     evaluation_of,
     lines_of,
@@ -117,3 +120,62 @@ def test_each_adapter_is_as_in_a_separate_run(
         for adapter in SPECIAL:
             near = pytest.approx(losses_of(plain[adapter]), rel=case.digits)
             assert losses_of(lines[adapter]) == near
+
+
+COPIES = {
+    "a": "batch: 4, steps: 4, weights: all",
+    "b": "batch: 2, steps: 3, weights: all, learning_rate: 5e-4",
+    "c": "batch: 2, steps: 4, rank: 4",
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "v-zb"])
+def test_copies_of_all_weights_train_as_megatron_does(
+    checkout: Path, base_of: Callable[[str], Path], tmp_path: Path, schedule: str
+) -> None:
+    """Each is Megatron's own training of the base, also after a job has ended and gone on."""
+    base, save = base_of(LLAMA), tmp_path / "save"
+    how = (schedule, LLAMA, "--clip-grad .5")
+    parts = [
+        train(checkout, base, save, COPIES, *how, *more) for more in (["--exit-interval 2"], [])
+    ]
+    lines: dict[str, list[tuple[str, str]]] = {}
+    for run in parts:
+        assert run.code == 0, run.output
+        for name, of in lines_of(run).items():
+            lines.setdefault(name, []).extend(of)
+    for name, batch, steps, rate in (("a", 4, 4, "1e-3"), ("b", 2, 3, "5e-4")):
+        own = f"--global-batch-size {batch} --train-iters {steps} --lr {rate} --seed {ord(name)}"
+        into = tmp_path / name
+        start = f"--load {base} --finetune --no-load-optim --no-load-rng"
+        flags = f"{LLAMA} {PIPELINE_OF_TWO} --clip-grad .5 {own} {start} --save {into}"
+        plain = pretrain(checkout, MODEL, flags, ranks=2)
+        assert plain.code == 0, plain.output
+        assert losses_of(lines[name]) == [float(loss) for loss in plain.losses.values()]
+        iteration = f"iter_{steps:07d}"
+        ours = tensors_of(save / name / "model" / iteration)
+        theirs = {
+            key: value
+            for key, value in tensors_of(into / iteration).items()
+            if key in ours and "optimizer" not in key
+        }
+        assert len(theirs) == len(ours) > 8
+        assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+    alone = train(checkout, base, tmp_path / "c", {"c": COPIES["c"]}, *how)
+    assert lines_of(alone) == {"c": lines["c"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "said"),
+    [
+        ("", "", "weights: all of --pipeline-adapters needs a base whose output layer has its own"),
+        (LLAMA, "--pipeline-adapter-steps 2", "cannot be combined with --pipeline-adapter-steps 2"),
+        (f"{LLAMA} --num-experts 2", "", "cannot be combined with --num-experts 2"),
+    ],
+    ids=["tied", "filled", "experts"],
+)
+def test_what_copies_are_not_combined_with_is_refused(
+    checkout: Path, base_of: Callable[[str], Path], tmp_path: Path, model: str, more: str, said: str
+) -> None:
+    run = train(checkout, base_of(""), tmp_path, {"a": COPIES["a"]}, "v-half", model, more)
+    check_refused(run, said)

@@ -8,8 +8,8 @@ steps left, as a run with ``--pipeline-adapters`` does.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.lora.adapter_file import EXAMPLES, AdapterEntry, AdapterFile
+from megatron_zb.lora.adapter_file import ALL, EXAMPLES, LORA, AdapterEntry, AdapterFile
 from megatron_zb.measured.config import read
 from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import Plan
@@ -39,7 +39,8 @@ class AdapterRow:
     Args:
         index: of the row in the plan.
         apart: one after another.
-        together: in one pipeline; None under Megatron's own schedules, which have no adapters.
+        together: in one pipeline; None under Megatron's own schedules, which have no adapters, and
+            for copies of all weights that have no room.
     """
 
     index: int
@@ -55,7 +56,7 @@ class AdapterRow:
 def asked_adapters(arguments: argparse.Namespace) -> list[AdapterEntry] | None:
     """Return the adapters that the arguments request, None without a file.
 
-    A plan with adapters is one of a frozen base, for the batch of the largest one.
+    A plan with LoRA adapters is one of a frozen base. It is for the batch of the largest one.
 
     Raises:
         UsageError: the file is wrong, lacks a number, or does not go with another argument.
@@ -73,50 +74,89 @@ def asked_adapters(arguments: argparse.Namespace) -> list[AdapterEntry] | None:
                     f"{path}: adapter {entry.name} has no {key}, by which a plan counts its steps: "
                     f"give it, such as {key}: {EXAMPLES[key]}"
                 )
-    arguments.lora = True
+    kinds = {entry.weights for entry in entries}
+    if len(kinds) > 1:
+        raise UsageError(
+            f"{path}: a plan counts one kind of weights, and the adapters have lora and all: make "
+            "a file for each"
+        )
+    arguments.lora = True if kinds == {LORA} else arguments.lora
     if arguments.global_batch_size is None:
         arguments.global_batch_size = max(entry.batch or 0 for entry in entries)
     return entries
 
 
-def with_adapters(
-    ranked: Sequence[Prediction], entries: Sequence[AdapterEntry]
-) -> list[AdapterRow]:
+def with_adapters(plan: Plan, entries: Sequence[AdapterEntry]) -> list[AdapterRow]:
     """Simulate the rows of a plan with adapters, those with the least time first.
 
     Rows whose microbatches do not divide the batch of an adapter are left out.
     """
-    found, left = [], _MOST_ROWS
-    for index, row in enumerate(ranked):
-        if row.timeline is None or row.costs is None or not (row.megatron or left):
-            continue
-        jobs = _Jobs.of(row, entries)
-        if jobs is None:
-            continue
-        together = None if row.megatron else jobs.together()
-        left -= not row.megatron
-        found.append(AdapterRow(index, jobs.apart(), together))
+    found = [
+        AdapterRow(index, jobs.apart(), jobs.together() if jobs.share(plan.job.memory) else None)
+        for index, jobs in jobs_of(plan.ranked, entries, _MOST_ROWS)
+    ]
     return sorted(found, key=lambda row: row.seconds)
 
 
+def jobs_of(
+    ranked: Sequence[Prediction], entries: Sequence[AdapterEntry], most: int
+) -> Iterator[tuple[int, Jobs]]:
+    """Yield the adapters in the settings of rows, each with the index of its row.
+
+    Args:
+        ranked: the rows of a plan.
+        entries: the adapters.
+        most: rows of this package; those of Megatron's schedules are not counted.
+    """
+    for index, row in enumerate(ranked):
+        if row.timeline is None or row.costs is None or not (row.megatron or most):
+            continue
+        jobs = Jobs.of(row, entries)
+        if jobs is not None:
+            most -= not row.megatron
+            yield index, jobs
+
+
 @dataclass(frozen=True)
-class _Jobs:
+class Jobs:
     """The adapters in the setting of one row: microbatches of a step, and steps."""
 
     row: Prediction
     costs: Costs
+    entries: tuple[AdapterEntry, ...]
     sizes: tuple[tuple[int, int], ...]
     known: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, row: Prediction, entries: Sequence[AdapterEntry]) -> _Jobs | None:
+    def of(cls, row: Prediction, entries: Sequence[AdapterEntry]) -> Jobs | None:
         """Return the adapters of a row, None if its microbatches do not divide a batch."""
         together = row.load.strategy.microbatch * row.load.strategy.data
         assert row.costs is not None
         if any((entry.batch or 0) % together for entry in entries):
             return None
         sizes = [((entry.batch or 0) // together, entry.steps or 0) for entry in entries]
-        return cls(row, row.costs, tuple(sizes))
+        return cls(row, row.costs, tuple(entries), tuple(sizes))
+
+    def some(self, numbers: Sequence[int]) -> Jobs:
+        """Return some of the adapters, by their numbers."""
+        entries = tuple(self.entries[i] for i in numbers)
+        return replace(self, entries=entries, sizes=tuple(self.sizes[i] for i in numbers))
+
+    def share(self, memory: float) -> bool:
+        """Return whether the adapters can share a pipeline whose ranks have this memory.
+
+        LoRA adapters are small, and not counted. Copies of all weights are.
+        """
+        if self.row.megatron:
+            return False
+        own, copies = self.row.memory, sum(it.weights == ALL for it in self.entries)
+        of_copy = own.weights + own.gradients + own.optimizer
+        return own.total + max(copies - 1, 0) * of_copy <= memory
+
+    def seconds(self, memory: float) -> float:
+        """Return the seconds of all jobs in the faster way."""
+        apart = self.apart()
+        return min(apart, self.together()) if self.share(memory) else apart
 
     def apart(self) -> float:
         """Return the seconds of all jobs one after another."""
@@ -173,8 +213,8 @@ def print_adapters(
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         of = plan.ranked[row.index]
-        together = "-" if row.together is None else _hours(row.together)
-        table.add_row(name_in(plan, of), setting_of(of), together, _hours(row.apart))
+        together = "-" if row.together is None else hours(row.together)
+        table.add_row(name_in(plan, of), setting_of(of), together, hours(row.apart))
     console.print(table)
     console.print(Text(f" -  {advice(plan, rows)}"), highlight=False, soft_wrap=True)
 
@@ -182,6 +222,11 @@ def print_adapters(
 def advice(plan: Plan, rows: Sequence[AdapterRow]) -> str:
     """Return what the fastest way gains over the fastest one after another."""
     shared = [row for row in rows if row.together is not None]
+    if not shared and any(not plan.ranked[row.index].megatron for row in rows):
+        return (
+            "copies of all weights have no room beside one another: give fewer of them, or more "
+            "pipeline or tensor-parallel ranks"
+        )
     if not shared:
         return (
             "no schedule of this package has microbatches that divide the batch of every adapter: "
@@ -217,5 +262,6 @@ def adapters_as_json(
     }
 
 
-def _hours(seconds: float) -> str:
+def hours(seconds: float) -> str:
+    """Return seconds in hours, with three digits."""
     return f"{seconds / 3600:.3g}"
