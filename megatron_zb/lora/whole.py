@@ -38,16 +38,17 @@ class CopiedWeights(torch.nn.Module):
     Args:
         config: of the model.
         chunk: the model chunk, with the weights to begin with.
+        only_trained: whether weights that are frozen are left out, and are those of the chunk.
     """
 
-    def __init__(self, config: Any, chunk: Any) -> None:
+    def __init__(self, config: Any, chunk: Any, *, only_trained: bool = False) -> None:
         super().__init__()
         self.config = config
         self._places: dict[str, _Place] = {}
         self._named: dict[str, torch.nn.Parameter] = {}
         for place, module in global_modules(chunk).items():
             for name, weight in module._parameters.items():
-                if weight is not None:
+                if weight is not None and (weight.requires_grad or not only_trained):
                     whole = f"{place}.{name}" if place else name
                     self._add(whole, _Place(module, name), weight)
 
@@ -76,13 +77,17 @@ class WholeModels:
     Args:
         chunks: the model chunks, with the weights of the base.
         names: of the trainings that have copies.
+        only_trained: whether frozen weights are there once, for all.
     """
 
-    def __init__(self, chunks: Sequence[Any], names: Sequence[str]) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], names: Sequence[str], *, only_trained: bool = False
+    ) -> None:
         config = get_model_config(chunks[0])
         plain = [unwrap_model(chunk) for chunk in chunks]
         self.weights: dict[str, list[CopiedWeights]] = {
-            name: [CopiedWeights(config, chunk) for chunk in plain] for name in names
+            name: [CopiedWeights(config, chunk, only_trained=only_trained) for chunk in plain]
+            for name in names
         }
         """Weights of each training in each chunk."""
         self._base = [_Original(chunk) for chunk in plain]

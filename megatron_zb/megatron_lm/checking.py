@@ -103,7 +103,7 @@ def check(
     Raises:
         UsageError: the schedule does not exist, or its placement has not enough sizes.
     """
-    from megatron_zb.megatron_lm import adapter_hooks
+    from megatron_zb.megatron_lm import adapter_run
     from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, asked_of
 
     choice = choice_of(args)
@@ -113,7 +113,7 @@ def check(
     checked = [*refused, *_others(args, version, {r.flag.split()[0] for r in found})]
     if build is not None and not refused:
         try:
-            run = adapter_hooks.prepare(args)
+            run = adapter_run.prepare(args)
             adapters = None if run is None else run.adapters
             adapter_of(args, build, series=_series(version), adapters=adapters)
         except UsageError as error:

@@ -33,7 +33,7 @@ from megatron_zb.megatron_core import checkpoints, refusals, versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.megatron_lm import (
-    adapter_hooks,
+    adapter_run,
     argument_table,
     fingerprint,
     models,
@@ -598,7 +598,7 @@ class _Hooks:
             if getattr(args, name, default) != default:
                 why = argument_table.UNKNOWN.why
                 _say(f"megatron_zb: {flag_of(name)} is new: {why}", args.rank)
-        run = adapter_hooks.prepare(args)
+        run = adapter_run.prepare(args)
         adapters = None if run is None else run.adapters
         adapter = adapter_of(args, self._build_for_all(args, rendezvous), adapters=adapters)
         if run is not None:

@@ -148,7 +148,7 @@ def test_copies_of_all_weights_train_as_megatron_does(
         own = f"--global-batch-size {batch} --train-iters {steps} --lr {rate} --seed {ord(name)}"
         into = tmp_path / name
         start = f"--load {base} --finetune --no-load-optim --no-load-rng"
-        flags = f"{LLAMA} {PIPELINE_OF_TWO} --clip-grad .5 {own} {start} --save {into}"
+        flags = f"{LLAMA} {PIPELINE_OF_TWO} --clip-grad .5 {own} {start} --save {into} --save-interval {steps}"
         plain = pretrain(checkout, MODEL, flags, ranks=2)
         assert plain.code == 0, plain.output
         assert losses_of(lines[name]) == [float(loss) for loss in plain.losses.values()]

@@ -176,19 +176,19 @@ class BridgeJob:
         )
         if provider.finalize_model_grads_func is None:  # the schedule has set its own
             provider.finalize_model_grads_func = finalize_model_grads
-        optimizer = OptimizerConfig(
+        self.optimizer_config = OptimizerConfig(
             lr=1e-2,
             clip_grad=clip_grad,
             weight_decay=0.0,
             use_distributed_optimizer=ddp.use_distributed_optimizer,
         )
-        self._optimizer = get_megatron_optimizer(optimizer, self.model)
+        self._optimizer = get_megatron_optimizer(self.optimizer_config, self.model)
         self.state = _state(provider, ddp)
         if "state" in signature(forward_step).parameters:
             forward_step = partial(forward_step, self.state)
         self._messages = P2PCommunicator(pp_group=self._groups.pp, config=provider)
-        self._data = RerunDataIterator((batches or _batches)())
-        self._forward_step = forward_step
+        self._data = RerunDataIterator((batches or rising_batches)())
+        self.forward_step = forward_step
 
     @staticmethod
     def set_microbatches(number: int) -> None:
@@ -200,7 +200,7 @@ class BridgeJob:
     def train_one_step(self) -> tuple[dict[str, float], float]:
         """The losses of the step, on the rank that has the output layer, and the norm."""
         losses, _, _, _, _, norm, *_ = train_step(
-            self._forward_step,
+            self.forward_step,
             self._data,
             self.model,
             self._optimizer,
@@ -214,10 +214,10 @@ class BridgeJob:
 
     def evaluate(self) -> dict[str, float]:
         """The losses of as many microbatches as a step has, on the rank that has them."""
-        config, data = self.state.cfg, RerunDataIterator(_batches())
+        config, data = self.state.cfg, RerunDataIterator(rising_batches())
         losses, *_ = evaluate(
             self.state,
-            self._forward_step,
+            self.forward_step,
             data,
             self.model,
             None,
@@ -317,9 +317,9 @@ def _state(provider: Any, ddp: Any) -> SimpleNamespace:
     )
 
 
-def _batches() -> Iterator[dict[str, Any]]:
+def rising_batches(seed: int = 3) -> Iterator[dict[str, Any]]:
     """Rising tokens from a drawn one."""
-    draw = torch.Generator().manual_seed(3 + mpu.get_data_parallel_rank())
+    draw = torch.Generator().manual_seed(seed + mpu.get_data_parallel_rank())
     while True:
         first = torch.randint(VOCABULARY, (1, 1), generator=draw)
         tokens = (first + torch.arange(LENGTH + 1)) % VOCABULARY
