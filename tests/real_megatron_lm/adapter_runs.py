@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from stored_tensors import tensors_of
 
 from real_megatron_lm.runs import MODEL, Logged, pretrain
 
+TESTS = Path(__file__).parents[1]
+
 # What adapters have in the file, not as flags of the whole run.
 OF_FILE = ("--global-batch-size 8", "--train-iters 7")
 SPECIAL = {"a": "batch: 4, steps: 4, rank: 4", "b": "batch: 2, steps: 3, rank: 8, alpha: 8"}
+PATHS = {"pretrain_hybrid.py": {"PYTHONPATH": f"{TESTS / 'support'}:{TESTS.parent}"}}
+"""Variables of the scripts whose layers stand in for those of GPUs."""
+
 _LINE = re.compile(r"^ adapter (\w+) \| iteration +(\d+)/.*(lm loss: \S+ \|.*)$", re.M)
 
 
-def model() -> str:
+def model(script: str = "pretrain_gpt.py", left_out: Sequence[str] = OF_FILE) -> str:
+    """The flags of the base, without some; a pattern gives the layers of a hybrid model."""
     text = MODEL
-    for flags in OF_FILE:
+    for flags in [*left_out, *(["--num-layers 8"] if "hybrid" in script else [])]:
         assert flags in text
         text = text.replace(flags, "")
     return text
@@ -41,6 +50,7 @@ def train(
     ranks: int = 2,
     stages: int = 2,
     program: str | None = None,
+    script: str = "pretrain_gpt.py",
 ) -> Logged:
     """Train adapters of a base, and save them after every second step.
 
@@ -49,6 +59,7 @@ def train(
         more: flags of the run.
         stages: pipeline ranks.
         program: stands in the launcher's place.
+        script: of Megatron-LM.
     """
     save.mkdir(exist_ok=True)
     file = written(save / "adapters.yaml", entries)
@@ -56,7 +67,9 @@ def train(
     flags = f"{files} --pipeline-schedule {schedule}"
     pipeline = f"--pipeline-model-parallel-size {stages}"
     path = None if program is None else Path(__file__).with_name(program)
-    return pretrain(checkout, model(), pipeline, flags, *more, ranks=ranks, program=path)
+    how: dict[str, Any] = {"script": script, "environment": PATHS.get(script)}
+    run = partial(pretrain, ranks=ranks, program=path, **how)
+    return run(checkout, model(script), pipeline, flags, *more)
 
 
 def lines_of(run: Logged) -> dict[str, list[tuple[str, str]]]:
