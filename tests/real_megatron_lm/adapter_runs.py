@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +67,8 @@ def train(
     pipeline = f"--pipeline-model-parallel-size {stages}"
     path = None if program is None else Path(__file__).with_name(program)
     how: dict[str, Any] = {"script": script, "environment": PATHS.get(script)}
-    run = partial(pretrain, ranks=ranks, program=path, **how)
-    return run(checkout, model(script), pipeline, flags, *more)
+    words = (model(script), pipeline, flags, *more)
+    return pretrain(checkout, *words, ranks=ranks, program=path, **how)
 
 
 def lines_of(run: Logged) -> dict[str, list[tuple[str, str]]]:
