@@ -30,7 +30,7 @@ SUBPACKAGES: dict[str, set[str]] = {
         "cpu_ranks",
         "lora",
     },
-    "bridge": {"schedules", "job", "megatron_core", "megatron_lm"},
+    "bridge": {"schedules", "job", "megatron_core", "megatron_lm", "lora"},
     "drawing": {"schedules", "measured"},
     "cli": {
         "schedules",

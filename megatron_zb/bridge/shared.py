@@ -11,8 +11,8 @@ Example::
         chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=lora)
         optimizer = partial(get_megatron_optimizer, OptimizerConfig(lr=1e-4, clip_grad=1.0))
         trainings = {
-            "french": Training(8, optimizer, [iter(french) for _ in chunks]),
-            "german": Training(4, optimizer, [iter(german) for _ in chunks]),
+            "french": SharedTraining(8, optimizer, [iter(french) for _ in chunks]),
+            "german": SharedTraining(4, optimizer, [iter(german) for _ in chunks]),
         }
         shared = SharedTrainings(pipeline, chunks, trainings)
         for _ in range(steps):
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from megatron_zb.bridge.pipeline import Pipeline
@@ -38,7 +38,7 @@ from megatron_zb.schedules.features.adapters import Adapter, Adapters
 
 
 @dataclass(frozen=True)
-class Training:
+class SharedTraining:
     """One of several trainings.
 
     Args:
@@ -106,7 +106,7 @@ class SharedTrainings:
         self,
         pipeline: Pipeline,
         chunks: Sequence[Any],
-        trainings: Mapping[str, Training],
+        trainings: Mapping[str, SharedTraining],
         ddp_config: DistributedDataParallelConfig | None = None,
     ) -> None:
         _check(chunks)
@@ -127,7 +127,7 @@ class SharedTrainings:
         ]
 
     def _optimizer_of(
-        self, name: str, training: Training, ddp_config: DistributedDataParallelConfig
+        self, name: str, training: SharedTraining, ddp_config: DistributedDataParallelConfig
     ) -> AdapterOptimizer:
         chunks = wrapped(self._copies.weights[name], ddp_config, name)
         optimizer = training.optimizer(chunks)
@@ -135,7 +135,7 @@ class SharedTrainings:
         return AdapterOptimizer(chunks, optimizer, scheduler, training.samples)
 
     @staticmethod
-    def _adapters(trainings: Mapping[str, Training]) -> Adapters:
+    def _adapters(trainings: Mapping[str, SharedTraining]) -> Adapters:
         return Adapters(tuple(Adapter(name, it.microbatches) for name, it in trainings.items()))
 
     def go_on_with(self, names: Sequence[str]) -> None:
@@ -166,7 +166,7 @@ class SharedTrainings:
         names = [adapter.name for adapter in adapters.each]
         for name in names:
             self._each[name].clear()
-        records = get_forward_backward_func()(
+        records = schedules.get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=list(self._data),
             model=self._chunks,
