@@ -160,8 +160,9 @@ class StatePart(StepPart):
     """Lets recomputed forwards run with the state of their first run, and leave none.
 
     With token slices, a forward runs once for each slice, and so would a user's updates. In steps
-    that are read ahead, forwards run in another order than the data's. Updates of a user's state
-    are refused there, after the first step.
+    that are read ahead, forwards run in another order than the data's. Adapters that share a
+    pipeline would share the state. Updates of a user's state are refused there, after the first
+    step.
     """
 
     def __init__(self) -> None:
@@ -199,6 +200,11 @@ def _refusal(step: Step) -> str:
         return (
             "--pipeline-slices: forwards update {}, which would be updated once for each slice of "
             "a microbatch instead of once: leave the flag out for this model"
+        )
+    if any(part.fact == "has_adapters" for part in step.parts):
+        return (
+            "adapters in one pipeline: forwards update {}, in which the microbatches of all "
+            "adapters would be mixed: train each adapter in a run of its own with this model"
         )
     if step.order is not None and list(step.order) != sorted(step.order):
         return (

@@ -156,6 +156,7 @@ class SharedPipelinePart(StepPart):
         UsageError: the schedule has no adapters.
     """
 
+    fact = "has_adapters"
     handlers: Mapping[PassKind, Handler] = {
         PassKind.U: lambda stage, microbatch: stage.update(microbatch)
     }

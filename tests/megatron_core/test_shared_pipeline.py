@@ -241,6 +241,9 @@ def refused() -> list[str]:
         with pytest.raises(UsageError) as error:
             train(case, window, verifies=verifies)
         said.append(str(error.value))
+    with pytest.raises(UsageError) as error:
+        train(replace(BASE, changes=("running average",)), window)
+    said.append(str(error.value))
     return said
 
 
@@ -248,5 +251,6 @@ def test_what_is_of_one_training_is_refused_in_a_sentence(ranks: RankPools) -> N
     for said in ranks(2).run(refused):
         assert "1f1b: the schedule was built for one training" in said[0]
         names = ["calculate_per_token_loss", "overlap_grad_reduce", "verification"]
-        for name, sentence in zip(names, said[1:], strict=True):
+        assert "forwards update decoder.layers.0.mlp.average, in which the microb" in said[-1]
+        for name, sentence in zip(names, said[1:-1], strict=True):
             assert f"adapters in one pipeline: {name} would take the microbatches" in sentence
