@@ -8,6 +8,8 @@ the first ones of each.
 
   python benchmarks/adapters_together.py --checkout /path/to/Megatron-LM --adapters 4
 
+With --at-once 4 the pipeline is filled for 4 steps of each adapter.
+
 Each rank has one thread; a quiet machine with a core for each is needed for figures that count. The
 bound is what no order can be faster than, for the time of one adapter: its steps have
 (p - 1) / (m + p - 1) of idle time under 1F1B, and together there is none. Prints a table and, last,
@@ -47,7 +49,8 @@ def main() -> None:
                 for count in (1, args.adapters):
                     file = _written(args, Path(folder), count)
                     flags = (
-                        f"--load {base} --pipeline-schedule {schedule} --pipeline-adapters {file}"
+                        f"--load {base} --pipeline-schedule {schedule} --pipeline-adapters {file} "
+                        f"--pipeline-adapter-steps {args.at_once if count > 1 else 1}"
                     )
                     output = _run(args, flags)
                     times = [
@@ -139,6 +142,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=256, help="tokens (default 256)")
     parser.add_argument("--vocabulary", type=int, default=1024, help="words (default 1024)")
     parser.add_argument("--steps", type=int, default=10, help="of a turn (default 10)")
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="steps of each that fill the pipeline (default 1)"
+    )
     parser.add_argument("--warm-up", type=int, default=3, help="steps left out (default 3)")
     parser.add_argument("--turns", type=int, default=2, help="of all jobs (default 2)")
     args = parser.parse_args()
