@@ -628,10 +628,14 @@ def test_the_idle_times_of_adapters_are_those_of_the_results() -> None:
 
 
 def test_the_gain_of_adapters_together_is_that_of_the_results() -> None:
-    file = ROOT / "docs" / "results" / "adapters_together.cpu.json"
-    result = json.loads(file.read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+    filled, result = results("adapters_filled.cpu.json"), results("adapters_together.cpu.json")
     assert f"took {result['rows']['1f1b']['ratio']:.2f} of the time" in page
+    ratio, steps = filled["rows"]["1f1b"]["ratio"], filled["arguments"]["at_once"]
+    assert f"and {ratio:.2f} with it filled for {steps} steps" in page
+    low, middle, high = statistics.quantiles(filled["rows"]["1f1b"]["one_ms"], n=4)
+    varied = max(high - middle, middle - low) / middle
+    assert f"varied by {100 * varied:.0f} %" in page
     assert f"it would be {result['bound']:.2f} (" in page
     made = result["arguments"]
     assert f"{made['ranks']} CPU ranks" in page
