@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from project import ROOT
 
 from megatron_zb import schedules
 from megatron_zb.cli.main import main
@@ -128,6 +130,27 @@ def test_groups_of_gpus_have_adapters_that_end_at_like_times(
     said = capsys.readouterr().out
     assert "groups of GPUs, each with some of the adapters" in said
     assert "a0 | a1 a2 a3" in " ".join(said.split())
+
+
+@pytest.mark.slow
+def test_the_page_has_the_tables_that_its_command_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+    sizes = zip("abcd", (16, 16, 32, 8), (500, 500, 300, 800), strict=True)
+    entries = [f"name: {name}, batch: {batch}, steps: {steps}" for name, batch, steps in sizes]
+    file = written(tmp_path / "adapters.yaml", *entries)
+    command = re.findall(
+        r"^megatron-zb (plan --config \S+ .*) --adapters adapters\.yaml$", page, re.M
+    )
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main([*command[0].split(), "--adapters", str(file)]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    table = re.findall(r"^```text\n(GPUs .*?)\n```", page, re.M | re.S)[0].splitlines()
+    assert len(table) == 4
+    assert table == [line for line in printed if line in table]
+    (best,) = (line.split() for line in printed if line.startswith("auto: searched"))
+    assert f"only: {best[-2]} hours on all GPUs" in page
 
 
 def test_copies_of_all_weights_share_a_pipeline_where_they_have_room(
