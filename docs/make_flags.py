@@ -144,6 +144,7 @@ SHOWN = {
     "warm_up": "`--pipeline-warm-up on`",
     "layer_streams": "`--pipeline-random-streams layer`",
     "graphs": "CUDA graphs",
+    "copies": "`weights: all` in the file of `--pipeline-adapters`",
     "any": "any schedule",
     "one_chunk": "a schedule with one chunk per rank",
     "fixed_order": "a schedule with a fixed order (`gpipe`, `1f1b`, `interleaved`, `zb-h1`, "

@@ -48,7 +48,8 @@ class SharedTraining:
         data: iterators of its microbatches, one for each chunk of this rank.
         scheduler: makes the schedule of the learning rate of an optimizer; it has ``step`` and
             ``state_dict``. Without one the rate is that of the optimizer.
-        samples: of a step over all replicas, by which the schedule of the rate goes on.
+        samples: by which a step of the optimizer moves the schedule of the rate on: those of all
+            replicas, as Megatron counts, or 1 for a schedule that counts steps.
     """
 
     microbatches: int
@@ -99,7 +100,8 @@ class SharedTrainings:
         ddp_config: of data parallelism.
 
     Raises:
-        UsageError: nothing is trained, or embedding and output layer share a trained weight.
+        UsageError: nothing is trained, embedding and output layer share a trained weight, or a
+            training has another number of iterators than this rank has chunks.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class SharedTrainings:
         trainings: Mapping[str, SharedTraining],
         ddp_config: DistributedDataParallelConfig | None = None,
     ) -> None:
-        _check(chunks)
+        _check(chunks, trainings)
         self._chunks, self._trainings = list(chunks), dict(trainings)
         pipeline.adapter.current.use_adapters(self._adapters(trainings))
         self._copies = WholeModels(chunks, list(trainings), only_trained=True)
@@ -142,20 +144,16 @@ class SharedTrainings:
         """Take the next steps of these trainings only, such as when others have ended; collective.
 
         Raises:
-            UsageError: there is no such training.
+            UsageError: there is no such training, or none is named.
         """
         unknown = [name for name in names if name not in self._trainings]
-        if unknown or not names:
+        if unknown:
             known = ", ".join(self._trainings)
             raise UsageError(f"no training is called {' or '.join(unknown)}: there are {known}")
         left = {name: self._trainings[name] for name in names}
         self._current.use_adapters(self._adapters(left))
 
-    def step(
-        self,
-        forward_step: Callable[..., Any],
-        **sizes: Any,
-    ) -> dict[str, TrainingStep]:
+    def step(self, forward_step: Callable[..., Any], **sizes: Any) -> dict[str, TrainingStep]:
         """Take one step of every training that goes on.
 
         Args:
@@ -200,7 +198,13 @@ class SharedTrainings:
         return self._each[name].named_weights()
 
 
-def _check(chunks: Sequence[Any]) -> None:
+def _check(chunks: Sequence[Any], trainings: Mapping[str, SharedTraining]) -> None:
+    for name, training in trainings.items():
+        if len(training.data) != len(chunks):
+            raise UsageError(
+                f"training {name} has {len(training.data)} iterators, and this rank {len(chunks)} "
+                "chunks: give it one for each chunk"
+            )
     trained = [w for chunk in chunks for w in chunk.parameters() if w.requires_grad]
     if not trained:
         raise UsageError("no weight of the model is trained: give one with adapters, such as LoRA")

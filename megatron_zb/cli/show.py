@@ -25,6 +25,8 @@ from megatron_zb.schedules.passes import PassKind
 
 # The choices that a schedule may have, as build() and the command line name them.
 _CHOICES = ("memory_limit", "chunks", "group_size")
+_OF_UNITS = ("slices", "adapters")
+"""Flags with which passes count something else than the microbatches of one training."""
 _STDOUT = Path("-")
 
 _FLAGS = {
@@ -236,7 +238,7 @@ def _save_page(path: Path, arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"there is no page for {arguments.name}: give a name that ends in .png or .svg"
         )
-    for name in ("slices", "adapters"):
+    for name in _OF_UNITS:
         if getattr(arguments, name) is not None:
             raise UsageError(f"there is no page for {name}: give a name that ends in .png or .svg")
     from megatron_zb.drawing import html_page
@@ -271,7 +273,7 @@ def export(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"a csv table has no passes of {arguments.name}: give --format chrome-trace"
         )
-    for name in ("slices", "adapters"):
+    for name in _OF_UNITS:
         if arguments.format == "csv" and getattr(arguments, name) is not None:
             raise UsageError(f"a csv table of torch has no {name}: give --format chrome-trace")
     timeline = _timeline(arguments)
@@ -363,7 +365,7 @@ def _built(arguments: argparse.Namespace) -> schedules.Timeline:
     adapters = _adapters(arguments)
     extension = extension_of(arguments.name)
     if extension is not None:
-        for name in ("slices", "adapters"):
+        for name in _OF_UNITS:
             if getattr(arguments, name) is not None:
                 raise UsageError(f"{arguments.name} has no {name}: leave --{name} out")
         return extension.timeline(arguments)

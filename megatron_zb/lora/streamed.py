@@ -27,7 +27,12 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
-from megatron_zb.lora.training import AdapterOptimizer, AdapterOptimizers, Stepped, Weights
+from megatron_zb.lora.training import (
+    AdapterOptimizer,
+    AdapterOptimizers,
+    SelectableWeights,
+    Stepped,
+)
 from megatron_zb.runtime.channels import new_groups
 
 
@@ -52,7 +57,7 @@ class StreamedOptimizers(AdapterOptimizers):
 
     def __init__(
         self,
-        weights: Sequence[Weights],
+        weights: Sequence[SelectableWeights],
         each: Mapping[str, AdapterOptimizer],
         config: Any,
         chunks: int,

@@ -23,7 +23,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.lora.layers import DIVIDED
 
 
-class OwnWeights(Protocol):
+class TrainedWeights(Protocol):
     """The weights of one training in one model chunk: a module, with names in the whole model."""
 
     config: Any
@@ -32,7 +32,7 @@ class OwnWeights(Protocol):
         """Return the weights by name, such as ``decoder.layers.3.mlp.linear_fc1.down``."""
 
 
-class Weights(Protocol):
+class SelectableWeights(Protocol):
     """The weights of several trainings in the model chunks of a rank."""
 
     def select(self, chunk: int, name: str | None) -> None:
@@ -138,7 +138,10 @@ class AdapterOptimizers:
     """
 
     def __init__(
-        self, weights: Sequence[Weights], each: Mapping[str, AdapterOptimizer], config: Any
+        self,
+        weights: Sequence[SelectableWeights],
+        each: Mapping[str, AdapterOptimizer],
+        config: Any,
     ) -> None:
         self._weights, self._config = weights, config
         self.each = each
@@ -181,7 +184,7 @@ class AdapterOptimizers:
         return [self.each[adapter].step()]
 
 
-def wrapped(weights: Sequence[OwnWeights], ddp_config: Any, name: str) -> list[Any]:
+def wrapped(weights: Sequence[TrainedWeights], ddp_config: Any, name: str) -> list[Any]:
     """Wrap the weights of an adapter for data parallelism; collective over the model.
 
     Args:

@@ -9,8 +9,11 @@ keeps those that it has been computed with.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -194,6 +197,15 @@ def free_bytes(chunk: Any) -> int:
     That is on its device, or this rank's share of the host's memory.
     """
     if next(chunk.parameters()).is_cuda:
-        return int(torch.cuda.mem_get_info()[0])
-    host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return int(torch.cuda.mem_get_info()[0]) + unused
+    return _available_on_host() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _available_on_host() -> int:
+    """Return the bytes that programs can take, those of the cache of files included."""
+    with suppress(OSError):
+        found = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
+        if found:
+            return 1024 * int(found[1])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -27,6 +27,8 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
 
 START, STEP = "start", "step"
+COPIES = "pipeline_adapter_copies"
+"""Argument, set from the file of adapters: whether one of them trains all weights."""
 OVERLAP, POST_VALIDATION = "overlap_moe_expert_parallel_comm", "enable_optimizer_post_validation"
 
 
@@ -107,6 +109,7 @@ def conditions(asked: Asked) -> dict[str, str]:
         "post_validation": (value(POST_VALIDATION), flag_of(POST_VALIDATION)),
         "file": (value("pipeline_schedule_file"), "--pipeline-schedule-file"),
         "named": (value("pipeline_schedule"), choice),
+        "copies": (value(COPIES), "weights: all of --pipeline-adapters"),
     }
     file = f"--pipeline-schedule-file {value('pipeline_schedule_file')}, which has"
     for name, has, passes in (

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_zb.errors import UsageError
 from megatron_zb.lora.adapter_file import FLAG, AdapterJob, jobs_of
 from megatron_zb.lora.checkpoint import steps_saved
+from megatron_zb.megatron_core.refusals import COPIES
 from megatron_zb.schedules.features.adapters import Adapter, Adapters
 
 _GIVEN_UP = "check_for_nan_in_loss_and_grad", "check_for_spiky_loss", "check_for_large_grads"
@@ -62,8 +63,7 @@ def prepare(args: argparse.Namespace) -> AdapterRun | None:
     )
     replicas = max(args.world_size // model_parallel, 1)
     jobs = jobs_of(args, replicas)
-    if any(job.is_whole for job in jobs):
-        _check_copied(args, steps)
+    setattr(args, COPIES, any(job.is_whole for job in jobs))
     folder = None if args.save is None else Path(args.save)
     done = {job.name: steps_saved(folder, job, args.tensor_model_parallel_size) for job in jobs}
     run = AdapterRun(jobs, done, steps)
@@ -73,32 +73,3 @@ def prepare(args: argparse.Namespace) -> AdapterRun | None:
     for name in _GIVEN_UP:
         setattr(args, name, False)
     return run
-
-
-def _check_copied(args: argparse.Namespace, steps: int) -> None:
-    """Refuse models with weights whose gradients more than one rank or module adds to.
-
-    A filled pipeline is refused, too: it clips when the last B of a step has run, and W comes
-    later.
-
-    Raises:
-        UsageError: names the argument.
-    """
-    what = {
-        "--num-experts": args.num_experts,
-        "--mtp-num-layers": args.mtp_num_layers,
-        "--fp8-format": args.fp8,
-        "--fp4-format": getattr(args, "fp4", None),
-    }
-    if steps > 1:
-        what["--pipeline-adapter-steps"] = steps
-    given = next((f"{flag} {value}" for flag, value in what.items() if value), None)
-    if given is not None:
-        raise UsageError(
-            f"weights: all of {FLAG} cannot be combined with {given}: leave one of them out"
-        )
-    if not args.untie_embeddings_and_output_weights:
-        raise UsageError(
-            f"weights: all of {FLAG} needs a base whose output layer has its own weights, "
-            "trained with --untie-embeddings-and-output-weights"
-        )

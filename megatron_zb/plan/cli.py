@@ -338,6 +338,7 @@ def run(arguments: argparse.Namespace) -> Plan:
         if shared is not None and entries is not None:
             found["adapters"] = adapters.adapters_as_json(plan, shared, entries)
             found["adapters"]["groups"] = adapter_groups.groups_as_json(groups)
+            found["adapters"]["no_groups"] = groups.missing
         print(json.dumps(found, indent=2))
     else:
         table.print_plan(plan, Console(), arguments.top)
@@ -345,7 +346,7 @@ def run(arguments: argparse.Namespace) -> Plan:
             lengths.print_unequal(plan, unequal, Console())
         if shared is not None and entries is not None:
             adapters.print_adapters(plan, shared, entries, Console())
-            adapter_groups.print_groups(groups, Console())
+            adapter_groups.print_groups(plan, groups, Console())
     if arguments.chart:
         print(f"\n{plan_chart(points(plan), plan.job.memory / GIB)}")
     return plan

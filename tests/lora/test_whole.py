@@ -1,9 +1,10 @@
-"""Copies of all weights in one pipeline: each is trained as the model is by itself."""
+"""Copies of all weights in one pipeline: each trains as in a separate run of Megatron."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.lora.layers import LoRALayers, LoRAShape
 from megatron_zb.lora.training import AdapterOptimizers
-from megatron_zb.lora.whole import CopyBytes, WholeModels, check_fits
+from megatron_zb.lora.whole import CopyBytes, WholeModels, check_fits, free_bytes
 from megatron_zb.megatron_core.random_streams import global_parameters
 from megatron_zb.schedules.features.adapters import Adapter, Adapters
 
@@ -27,6 +28,7 @@ WHOLE = ("a", "b")
 LORA = {"c": LoRAShape(4, 8.0, ("linear_proj", "linear_fc1"), 1)}
 BASE = GPTCase(wrapped=False, dropout=0.1)
 TENSOR = replace(BASE, tensor_parallel=2, sequence_parallel=True)
+NORMS_OF_HEADS = replace(BASE, tensor_parallel=2, options=(("qk_layernorm", True),))
 
 
 def data_of(case: GPTCase, name: str) -> Any:
@@ -77,7 +79,7 @@ def base_of(chunks: list[Any]) -> dict[str, torch.Tensor]:
     return {n: w.detach().clone() for chunk in plain for n, w in global_parameters(chunk).items()}
 
 
-def by_itself(case: GPTCase, schedule: str, name: str) -> dict[str, torch.Tensor]:
+def in_a_separate_run(case: GPTCase, schedule: str, name: str) -> dict[str, torch.Tensor]:
     """Train the model as Megatron does, without any adapter."""
     done = 0
     with briefly():
@@ -105,23 +107,50 @@ def check_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "v-half", "zb-h1"])
-def test_each_is_trained_as_the_model_by_itself(ranks: RankPools, schedule: str) -> None:
+def test_each_trains_as_in_a_separate_run(ranks: RankPools, schedule: str) -> None:
     names = (*WHOLE, *LORA)
     train = partial(ranks(2).run, case=BASE, schedule=schedule)
     ours = train(together, names=names)
     for name in WHOLE:
-        check_same([of[name] for of in ours], train(by_itself, name=name))
+        check_same([of[name] for of in ours], train(in_a_separate_run, name=name))
     alone = train(together, names=("c",))
     check_same([of["c"] for of in ours], [of["c"] for of in alone])
     assert not torch.equal(ours[0]["a"][key := min(ours[0]["a"])], ours[0]["b"][key])
 
 
 @pytest.mark.long
-def test_with_tensor_and_sequence_parallelism(ranks: RankPools) -> None:
-    train = partial(ranks(4).run, case=TENSOR, schedule="v-zb")
+@pytest.mark.parametrize("case", [TENSOR, NORMS_OF_HEADS], ids=["sequence", "norms of heads"])
+def test_with_tensor_parallelism(ranks: RankPools, case: GPTCase) -> None:
+    train = partial(ranks(4).run, case=case, schedule="v-zb")
     ours = train(together, names=WHOLE)
     for name in WHOLE:
-        check_same([of[name] for of in ours], train(by_itself, name=name))
+        check_same([of[name] for of in ours], train(in_a_separate_run, name=name))
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "expected"),
+    [
+        (4, {}, (4, 4, 8)),
+        (2, {}, (2, 2, 12)),
+        (2, {"accumulate_allreduce_grads_in_fp32": True}, (2, 4, 12)),
+        (2, {"use_distributed_optimizer": True}, (2, 2, 3)),
+        (4, {"optimizer": "sgd"}, (4, 4, 4)),
+    ],
+    ids=["fp32", "bf16", "sums in fp32", "sharded", "sgd"],
+)
+def test_bytes_of_a_copy_are_those_of_a_training(
+    size: int, more: dict[str, Any], expected: tuple[int, int, int]
+) -> None:
+    """Of each weight: itself, its gradient, and Adam's two moments with a copy in float32."""
+    weights = torch.nn.Linear(31, 10).to({2: torch.bfloat16, 4: torch.float32}[size])
+    usual = {
+        "accumulate_allreduce_grads_in_fp32": False,
+        "use_distributed_optimizer": False,
+        "optimizer": "adam",
+    }
+    found = CopyBytes.of([weights], SimpleNamespace(**usual | more), replicas=4)
+    assert (found.weights, found.gradients, found.states) == tuple(320 * n for n in expected)
+    assert free_bytes(weights) > 0
 
 
 def refused(fits: int) -> str:

@@ -88,6 +88,10 @@ def test_letters_of_a_pattern_count_by_their_sizes() -> None:
     assert flops_of_kind(args, "M") == pytest.approx(2 * products)
     delta = h * (2 * 2048 + 3 * 4096 + 2 * 32) + 4 * (2 * 2048 + 4096) + 4 * 32 * 128**2
     assert flops_of_kind(args, "G") == pytest.approx(2 * delta)
+    for length in (1, 4096):  # half of the products of scores and of values, h for each token
+        args.seq_length = length
+        assert flops_of_kind(args, "*") == pytest.approx(2 * (4 * h * h + length * h))
+        assert flops_of_kind(args, "-") == pytest.approx(2 * 8 * h * h)
 
 
 def test_a_multi_token_prediction_is_a_layer_and_an_output_layer() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isnan, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,13 @@ import torch
 from brief_searches import briefly
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from lora_layers import LoRALayers
+from megatron import core
 from ranks import RankPools
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import ScheduleSettings
+from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.megatron_core.shared_pipeline import SharedPipelinePart
 from megatron_zb.schedules.costs import Costs
@@ -221,6 +225,20 @@ def test_an_adapter_draws_the_numbers_of_its_own_steps(ranks: RankPools) -> None
     later = ranks(2).run(train, case=case, schedule=schedule, steps_done={"a": 5})[-1].losses
     assert {name for name, losses in start.items() if losses != later[name]} == {"a"}
     assert start["a"][0][0] != later["a"][0][0]
+
+
+def test_all_scales_of_auxiliary_losses_are_known_to_this_megatron() -> None:
+    """One that is renamed would be left as the F of another adapter has set it."""
+    names = [scaler.__name__ for scaler in versions.auxiliary_scalers()]
+    of_core = Path(core.__file__).parent.rglob("*.py")
+    found = {
+        name
+        for path in of_core
+        for name in re.findall(r"^class (\w+LossAutoScaler)\b", path.read_text(), re.M)
+    }
+    assert found
+    assert {*names} == found
+    assert all(hasattr(it, "main_loss_backward_scale") for it in versions.auxiliary_scalers())
 
 
 def refused() -> list[str]:

@@ -153,6 +153,17 @@ def test_the_page_has_the_tables_that_its_command_prints(
     assert f"only: {best[-2]} hours on all GPUs" in page
 
 
+def test_a_number_of_groups_without_a_setting_has_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = [f"name: {name}, batch: 8, steps: 5" for name in "ab"]
+    file = written(tmp_path / "a.yaml", *entries)
+    why = "--pipeline 8 cannot be had for GPT 1.5B on 4 GPUs"
+    assert planned(file, capsys)["adapters"]["no_groups"]["2"].startswith(why)
+    assert main([*SIZES.split(), "--adapters", str(file)]) == 0
+    assert f" -  2 × 4: {why}" in capsys.readouterr().out
+
+
 def test_copies_of_all_weights_share_a_pipeline_where_they_have_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,18 +147,28 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize(("schedule", "clip"), [("1f1b", ".5"), ("v-zb", "100")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("1f1b", "--clip-grad .5"),
+        Case("v-zb"),
+        Case("v-zb", "--bf16"),
+        Case("1f1b", "--use-distributed-optimizer", ranks=4),
+    ],
+    ids=["clipped", "v-zb", "bf16", "replicas"],
+)
 def test_copies_of_all_weights_train_as_megatron_does(
-    checkout: Path, base_of: Callable[..., Path], tmp_path: Path, schedule: str, clip: str
+    checkout: Path, base_of: Callable[..., Path], tmp_path: Path, case: Case
 ) -> None:
     """Each is Megatron's own training of the base, also after a job has ended and gone on.
 
     A V sums a norm in another order, so that a clipped gradient may differ in its last digit.
     """
     base, save = base_of(LLAMA), tmp_path / "save"
-    how = (schedule, LLAMA, f"--clip-grad {clip}")
+    how = (case.schedule, LLAMA, case.more)
     parts = [
-        train(checkout, base, save, COPIES, *how, *more) for more in (["--exit-interval 2"], [])
+        train(checkout, base, save, COPIES, *how, *end, ranks=case.ranks)
+        for end in (["--exit-interval 2"], [])
     ]
     lines: dict[str, list[tuple[str, str]]] = {}
     for run in parts:
@@ -170,8 +180,8 @@ def test_copies_of_all_weights_train_as_megatron_does(
         into = tmp_path / name
         start = f"--load {base} --finetune --no-load-optim --no-load-rng"
         end = f"--save {into} --save-interval {steps}"
-        flags = f"{LLAMA} {PIPELINE_OF_TWO} --clip-grad {clip} {own} {start} {end}"
-        plain = pretrain(checkout, MODEL, flags, ranks=2)
+        flags = f"{LLAMA} {PIPELINE_OF_TWO} {case.more} {own} {start} {end}"
+        plain = pretrain(checkout, MODEL, flags, ranks=case.ranks)
         assert plain.code == 0, plain.output
         losses = {n: f"{loss:.6E}" for n, loss in enumerate(losses_of(lines[name]), 1)}
         mean, second = float(plain.losses.pop(2)), float(losses.pop(2))
@@ -186,7 +196,7 @@ def test_copies_of_all_weights_train_as_megatron_does(
         }
         assert len(expected) == len(ours) > 8
         assert all(torch.equal(ours[key], value) for key, value in expected.items())
-    alone = train(checkout, base, tmp_path / "c", {"c": COPIES["c"]}, *how)
+    alone = train(checkout, base, tmp_path / "c", {"c": COPIES["c"]}, *how, ranks=case.ranks)
     assert lines_of(alone) == {"c": lines["c"]}
 
 
@@ -194,8 +204,12 @@ def test_copies_of_all_weights_train_as_megatron_does(
     ("flags", "more", "said"),
     [
         ("", "", "weights: all of --pipeline-adapters needs a base whose output layer has its own"),
-        (LLAMA, "--pipeline-adapter-steps 2", "cannot be combined with --pipeline-adapter-steps 2"),
-        (f"{LLAMA} --num-experts 2", "", "cannot be combined with --num-experts 2"),
+        (
+            LLAMA,
+            "--pipeline-adapter-steps 2",
+            "steps 2 cannot be combined with weights: all",
+        ),
+        (f"{LLAMA} --num-experts 2", "", "--num-experts 2 cannot be combined with weights: all"),
     ],
     ids=["tied", "filled", "experts"],
 )

@@ -56,7 +56,7 @@ def without_figures(text: str) -> str:
 def test_the_command_of_a_page_logs_what_the_page_shows(checkout: Path, page: str) -> None:
     shown = lines_of(page)
     assert shown
-    warm_up = any("--pipeline-warm-up:" in line for line in shown)  # by itself on GPUs only
+    warm_up = any("--pipeline-warm-up:" in line for line in shown)  # a CPU needs the flag
     printed = trained(checkout, page, *(("--pipeline-warm-up", "on") if warm_up else ()))
     for line in shown:  # searches are brief here, and may find another order
         assert without_figures(line) in without_figures(printed), line

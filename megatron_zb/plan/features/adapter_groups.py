@@ -36,7 +36,8 @@ class Grouped:
         index: of the row in that plan.
         sets: names of the adapters of each group.
         seconds: until the last group has done its steps.
-        is_shared: whether the adapters of a group share its pipeline, or come one after another.
+        is_shared: whether the adapters of the slowest group share its pipeline, or come one after
+            another.
     """
 
     plan: Plan
@@ -51,10 +52,21 @@ class Grouped:
         return self.plan.job.gpus
 
 
-def grouped(
-    plan: Plan, rows: Sequence[AdapterRow], entries: Sequence[AdapterEntry]
-) -> list[Grouped]:
-    """Return the fastest way for each number of groups, one group first.
+@dataclass(frozen=True)
+class Groups:
+    """The fastest way for each number of groups, one group first.
+
+    Args:
+        found: the ways.
+        missing: why there is none for other numbers of groups.
+    """
+
+    found: list[Grouped]
+    missing: dict[int, str]
+
+
+def grouped(plan: Plan, rows: Sequence[AdapterRow], entries: Sequence[AdapterEntry]) -> Groups:
+    """Return the fastest way for each number of groups.
 
     Args:
         plan: for all GPUs.
@@ -63,14 +75,17 @@ def grouped(
             groups would need its long search.
         entries: the adapters.
     """
-    found = [_fastest(plan, entries, 1)] if rows else []
+    whole = _fastest(plan, entries, 1) if rows else None
+    found = [] if whole is None else [whole]
+    missing: dict[int, str] = {}
     own = [plan.ranked[row.index] for row in rows if _is_brief(plan.ranked[row.index])]
     candidates = [row.runs for row in own if not row.megatron][:_MOST_ROWS]
     for groups in _numbers(plan.job.gpus, len(entries)) if candidates else ():
-        smaller = _searched(plan, groups, candidates)
-        if smaller is not None:
-            found.append(_fastest(smaller, entries, groups))
-    return [it for it in found if it is not None]
+        try:
+            found.append(_searched(plan, groups, candidates, entries))
+        except UsageError as error:
+            missing[groups] = str(error)
+    return Groups(found, missing)
 
 
 def _is_brief(row: Prediction) -> bool:
@@ -83,13 +98,22 @@ def _numbers(gpus: int, adapters: int) -> Iterator[int]:
     yield from (n for n in range(2, adapters + 1) if gpus % n == 0 and gpus // n >= 2)
 
 
-def _searched(plan: Plan, groups: int, candidates: Sequence[ScheduleCandidate]) -> Plan | None:
-    """Return the plan of one of some groups, None where none fits into its GPUs."""
-    job = replace(plan.job, gpus=plan.job.gpus // groups)
-    try:
-        return search(job, candidates, tries=1)
-    except UsageError:
-        return None
+def _searched(
+    plan: Plan,
+    groups: int,
+    candidates: Sequence[ScheduleCandidate],
+    entries: Sequence[AdapterEntry],
+) -> Grouped:
+    """Search for the settings of one of some groups; return the fastest way.
+
+    Raises:
+        UsageError: no setting fits into its GPUs, or suits all batches.
+    """
+    smaller = search(replace(plan.job, gpus=plan.job.gpus // groups), candidates, tries=1)
+    found = _fastest(smaller, entries, groups)
+    if found is None:
+        raise UsageError("no setting that fits has microbatches that divide all batches")
+    return found
 
 
 def _fastest(plan: Plan, entries: Sequence[AdapterEntry], groups: int) -> Grouped | None:
@@ -102,7 +126,7 @@ def _fastest(plan: Plan, entries: Sequence[AdapterEntry], groups: int) -> Groupe
         longest = max(range(groups), key=seconds.__getitem__)
         if found is None or seconds[longest] < found.seconds:
             names = tuple(tuple(entry.name for entry in of.entries) for of in sets)
-            is_shared = seconds[longest] < sets[longest].apart()
+            is_shared = len(names[longest]) == 1 or seconds[longest] < sets[longest].apart()
             found = Grouped(plan, index, names, seconds[longest], is_shared)
     return found
 
@@ -122,9 +146,9 @@ def _dealt(jobs: Jobs, groups: int) -> list[list[int]]:
 # --- a table, and JSON
 
 
-def print_groups(found: Sequence[Grouped], console: Console) -> None:
-    """Print a row for each number of groups."""
-    if len(found) < 2:
+def print_groups(plan: Plan, groups: Groups, console: Console) -> None:
+    """Print a row for each number of groups, and why others have none."""
+    if len(groups.found) + len(groups.missing) < 2:
         return
     console.print(Text("\ngroups of GPUs, each with some of the adapters", style="bold"))
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -132,16 +156,19 @@ def print_groups(found: Sequence[Grouped], console: Console) -> None:
         table.add_column(column, no_wrap=True)
     table.add_column("hours", justify="right", no_wrap=True)
     table.add_column("adapters of each group")
-    for of in found:
+    for of in groups.found:
         row = of.plan.ranked[of.index]
         sets = " | ".join(" ".join(names) for names in of.sets)
-        way = "" if of.is_shared or len(of.sets[0]) == 1 else ", one after another"
+        way = "" if of.is_shared else ", one after another"
         name, setting = name_in(of.plan, row), setting_of(row)
         table.add_row(f"{len(of.sets)} × {of.gpus}", name, setting, hours(of.seconds), sets + way)
     console.print(table)
+    for number, why in groups.missing.items():
+        said = Text(f" -  {number} × {plan.job.gpus // number}: {why}")
+        console.print(said, highlight=False, soft_wrap=True)
 
 
-def groups_as_json(found: Sequence[Grouped]) -> list[dict[str, Any]]:
+def groups_as_json(groups: Groups) -> list[dict[str, Any]]:
     """Return the rows as data for JSON, in seconds."""
     return [
         {
@@ -153,5 +180,5 @@ def groups_as_json(found: Sequence[Grouped]) -> list[dict[str, Any]]:
             "is_shared": of.is_shared,
             "seconds": of.seconds,
         }
-        for of in found
+        for of in groups.found
     ]
