@@ -64,11 +64,14 @@ class PlannedSteps:
     def plan(self, lengths: Lengths, *, keeps_order: bool, forward_only: bool) -> Order:
         """Plan the next step; return the order of its microbatches.
 
-        Collective over the job, once its process groups exist.
+        Those of several owners, such as adapters, keep their order. Collective over the job, once
+        its process groups exist.
 
         Raises:
             UsageError: no order keeps the memory limit, or other ranks have other lengths.
         """
+        rules = self._current.table(len(lengths), forward_only).rules
+        keeps_order = keeps_order or bool(rules.owners)
         sizes = sorted(range(len(lengths)), key=lambda j: (-lengths.tokens[j], j))
         groups = self._connected()
         if groups and groups[1].size() > 1:
@@ -137,7 +140,10 @@ class PlannedSteps:
             self._next = _Next(m, forward_only, None)
             return given
         table = current.table(m, forward_only)
-        costs = costs_of_work(current.costs, lengths, current.attention)
+        of_one = current.costs
+        if table.rules.owners:
+            of_one = table.rules.unit_costs(table, of_one)  # with what their updates take
+        costs = costs_of_work(of_one, lengths, current.attention)
         if forward_only:
             plan: StepPlan | None = plan_forwards(table, costs, keeps_order=keeps_order)
         else:

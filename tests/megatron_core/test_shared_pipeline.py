@@ -22,6 +22,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import ScheduleSettings
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule
+from megatron_zb.megatron_core.planned_steps import ReadAhead
 from megatron_zb.megatron_core.shared_pipeline import SharedPipelinePart
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.features.adapters import Adapter, AdapterRules, Adapters
@@ -61,6 +62,7 @@ def train(
     *,
     verifies: bool = False,
     steps_done: dict[str, int] | None = None,
+    reads_ahead: bool = False,
 ) -> Trained:
     """Train the adapters of a schedule, one of them on losses that are no numbers."""
     assert isinstance(schedule.rules, AdapterRules)
@@ -72,6 +74,8 @@ def train(
         part = pipeline.train_adapters(model, steps_done)
         if verifies:
             pipeline.verify()
+        if reads_ahead:
+            pipeline.part(ReadAhead).lengths_of = _lengths_of
         losses: dict[str, list[list[float]]] = {name: [] for name in names}
         data = [part.merged(_data(case, adapters, broken)) for _ in chunks]
         for _ in range(CALLS):
@@ -82,6 +86,11 @@ def train(
             for adapter, of_steps in part.by_adapter(values).items() if values else ():
                 losses[adapter] += of_steps
     return Trained({name: model.values(name) for name in names}, losses, model.updates)
+
+
+def _lengths_of(batch: dict[str, torch.Tensor]) -> tuple[float, float]:
+    length = batch["tokens"].size(1)
+    return length, length**2
 
 
 def _data(case: GPTCase, adapters: Adapters, broken: str) -> dict[str, Iterator[Any]]:
@@ -186,6 +195,22 @@ def test_each_is_with_other_models_what_it_is_alone(
     ranks: RankPools, world: int, case: GPTCase, name: str
 ) -> None:
     check_each_is_as_alone(ranks, world, case, name, STREAM)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["v-zb", pytest.param("1f1b", marks=pytest.mark.slow)])
+def test_microbatches_that_are_read_ahead_stay_with_their_adapter(
+    ranks: RankPools, name: str
+) -> None:
+    """A step of one training would begin with its shortest microbatches, whose they are."""
+    case, schedule = replace(BASE, lengths=(16, 8, 12)), of_adapters(name, 2, STREAM)
+    plain = ranks(2).run(train, case=case, schedule=schedule)
+    planned = ranks(2).run(train, case=case, schedule=schedule, reads_ahead=True)
+    assert any(of_rank.losses["a"] for of_rank in plain)
+    for ours, theirs in zip(planned, plain, strict=True):
+        assert ours.losses == theirs.losses
+        for adapter, weights in theirs.weights.items():
+            check_equal(ours.weights[adapter], weights)
 
 
 @pytest.mark.long
