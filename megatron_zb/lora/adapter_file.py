@@ -106,6 +106,14 @@ class AdapterEntry(Section):
     alpha: float = Field(
         32.0, gt=0, le=1e6, description="its output counts alpha / rank times", examples=[32.0]
     )
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of the numbers of a layer's input that its matrices do not see, drawn "
+        "anew for each microbatch",
+        examples=[0.05],
+    )
     modules: list[Module] = Field(
         list(MODULES),
         min_length=1,
@@ -147,7 +155,7 @@ class AdapterEntry(Section):
 
     @model_validator(mode="after")
     def _has_matrices(self) -> AdapterEntry:
-        of_matrices = sorted({"rank", "alpha", "modules"} & self.model_fields_set)
+        of_matrices = sorted({"rank", "alpha", "modules", "dropout"} & self.model_fields_set)
         if self.weights == ALL and of_matrices:
             raise ValueError(
                 f"{self.name} has weights: all, and so no {' or '.join(of_matrices)}: leave it out"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -46,12 +48,14 @@ class LoRAShape:
         alpha: the output of the matrices counts ``alpha / rank`` times.
         modules: the last part of the names of the layers, such as ``linear_qkv``.
         seed: of ``down``, whose numbers follow from it and from the name of the layer.
+        dropout: share of the numbers of a layer's input that ``down`` does not see in training.
     """
 
     rank: int
     alpha: float
     modules: tuple[str, ...]
     seed: int
+    dropout: float = 0.0
 
 
 class LowRankPair(NamedTuple):
@@ -156,16 +160,31 @@ class LoRALayers:
         self, number: int, place: str, module: Any, kind: str, shapes: Mapping[str, LoRAShape]
     ) -> None:
         of_kind = self._column if kind == _COLUMN else self._row
+        dropouts = {n: torch.nn.Dropout(it.dropout) for n, it in shapes.items() if it.dropout}
+        if dropouts:
+            # by it the streams of layers know that this one draws, and it is off in evaluation
+            module.add_module("lora_dropout", torch.nn.ModuleList(dropouts.values()))
 
         def add(layer: Any, arguments: tuple[Any, ...], output: Any) -> Any:
             name = self._selected[number]
             if name is None or name not in shapes:
                 return output
             pair = self.weights[name][number].pairs[place]
-            more = of_kind(_normed(layer, arguments[0]), pair)
+            x = _normed(layer, arguments[0])
+            more = of_kind(self._dropped(x, kind, dropouts[name]) if name in dropouts else x, pair)
             return output[0] + shapes[name].alpha / shapes[name].rank * more, *output[1:]
 
         module.register_forward_hook(add)
+
+    def _dropped(self, x: torch.Tensor, kind: str, dropout: torch.nn.Dropout) -> torch.Tensor:
+        """Apply dropout to the input of a layer: ranks with the same numbers drop the same.
+
+        With sequence parallelism, the block draws from a state that differs between ranks already.
+        """
+        is_whole = kind == _COLUMN or self._config.tensor_model_parallel_size == 1
+        with nullcontext() if is_whole or self._config.sequence_parallel else _forked():
+            dropped: torch.Tensor = dropout(x)
+        return dropped
 
     def _column(self, x: torch.Tensor, pair: LowRankPair) -> torch.Tensor:
         low = torch.nn.functional.linear(x, pair.down)
@@ -182,6 +201,12 @@ class LoRALayers:
         elif self._config.tensor_model_parallel_size > 1:
             low = reduce_from_tensor_model_parallel_region(low)
         return torch.nn.functional.linear(low, pair.up)
+
+
+def _forked() -> AbstractContextManager[None]:
+    """Draw from the random state that differs between tensor-parallel ranks."""
+    forked: AbstractContextManager[None] = get_cuda_rng_tracker().fork()
+    return forked
 
 
 def _is_left_out(place: str) -> bool:

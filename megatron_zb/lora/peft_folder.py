@@ -83,7 +83,7 @@ def write(folder: Path, job: AdapterJob, adapter: AdapterOptimizer, config: Any)
         "base_model_name_or_path": None,
         "r": job.entry.rank,
         "lora_alpha": job.entry.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": job.entry.dropout,
         "bias": "none",
         "target_modules": targets,
     }

@@ -24,6 +24,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.megatron_core.step import Step, StepPart, activation_shape
 from megatron_zb.runtime.channels import new_groups
+from megatron_zb.schedules.features.adapters import AdapterRules
 from megatron_zb.schedules.lowering import Program, lower
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.step_plan import (
@@ -140,10 +141,10 @@ class PlannedSteps:
             self._next = _Next(m, forward_only, None)
             return given
         table = current.table(m, forward_only)
-        of_one = current.costs
-        if table.rules.owners:
-            of_one = table.rules.unit_costs(table, of_one)  # with what their updates take
-        costs = costs_of_work(of_one, lengths, current.attention)
+        rules, equal = table.rules, current.costs
+        if isinstance(rules, AdapterRules):
+            equal = rules.costs(equal)  # with what their updates take
+        costs = costs_of_work(equal, lengths, current.attention)
         if forward_only:
             plan: StepPlan | None = plan_forwards(table, costs, keeps_order=keeps_order)
         else:

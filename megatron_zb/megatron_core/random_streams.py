@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from megatron.core import parallel_state
@@ -114,6 +114,7 @@ class LayerStreams:
         self._calls: Counter[str] = Counter()
         self._is_inside = False
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+        self._seeded_chunks: WeakSet[torch.nn.Module] = WeakSet()
 
     def start_step(self, step: int | None) -> None:
         """Switch to the streams of a step, counted from the start of training.
@@ -153,11 +154,11 @@ class LayerStreams:
     def seed_forwards(self, chunk: torch.nn.Module) -> None:
         """Let the forwards of a chunk's embedding and layers draw from their own streams.
 
-        Does nothing where the config of the chunk draws nothing.
+        Does nothing where the chunk draws nothing, and nothing more when it is called again.
         """
-        config: Any = chunk.config
-        if not any(getattr(config, name, None) for name in _DRAWING):
+        if chunk in self._seeded_chunks or not _draws(chunk):
             return
+        self._seeded_chunks.add(chunk)
         self._learn_origins()  # not in a forward, where one of the tracker's states may be in use
         for name, module in _layers(chunk):
             self._names[module] = name
@@ -248,6 +249,14 @@ class LayerStreams:
             self._origins = {name: _digest(name, state) for name, state in states.items()}
         finally:
             usual.restore()
+
+
+def _draws(chunk: Any) -> bool:
+    """Return whether a chunk draws random numbers: by its config, or in a module such as LoRA's."""
+    if any(getattr(chunk.config, name, None) for name in _DRAWING):
+        return True
+    dropouts = (it for it in chunk.modules() if isinstance(it, torch.nn.Dropout))
+    return any(it.p > 0 for it in dropouts)
 
 
 class _LayerInParts:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
+from megatron.core.utils import unwrap_model
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
@@ -242,12 +244,17 @@ class StreamsPart(StepPart):
 
     def __init__(self, streams: LayerStreams, steps_done: Callable[[], int]) -> None:
         self.streams, self._steps_done = streams, steps_done
+        self._seen: WeakSet[torch.nn.Module] = WeakSet()
 
     def prepare_model(self, chunks: list[Any]) -> None:
         for chunk in chunks:
             self.streams.seed_forwards(chunk)
 
     def before_step(self, step: Step) -> None:
+        for chunk in step.model if not step.captured else ():
+            if chunk not in self._seen:
+                self._seen.add(chunk)
+                self.streams.seed_forwards(unwrap_model(chunk))  # it may draw since it was prepared
         self.streams.start_step(None if step.forward_only else self._steps_done())
 
     def wrap_stage(self, number: int, stage: Any, step: Step) -> None:

@@ -31,6 +31,7 @@ from megatron_zb.lora.training import AdapterOptimizer, AdapterOptimizers, Stepp
 from megatron_zb.lora.whole import CopyBytes, WholeModels, check_fits, free_bytes
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.shared_pipeline import SharedPipelinePart
+from megatron_zb.megatron_lm.adapter_log import Progress, log, say
 from megatron_zb.megatron_lm.adapter_run import AdapterRun
 from megatron_zb.megatron_lm.replacing import replace, when
 from megatron_zb.schedules.features.adapters import Adapters
@@ -115,13 +116,7 @@ class _Training:
         from megatron.core.utils import get_model_config
 
         config = get_model_config(model[0])
-        shapes = {
-            job.name: LoRAShape(
-                job.entry.rank, job.entry.alpha, tuple(job.entry.modules), job.arguments["seed"]
-            )
-            for job in self._run.jobs
-            if not job.is_whole
-        }
+        shapes = {job.name: _shape_of(job) for job in self._run.jobs if not job.is_whole}
         whole = self._copies(model, arguments)
         layers = LoRALayers(model, shapes)
         each = {}
@@ -139,10 +134,10 @@ class _Training:
         for job in self._run.jobs:
             if checkpoints is not None and (step := self._run.done[job.name]):
                 checkpoints.load(job, each[job.name], step)
-                _say(f"adapter {job.name}: going on after {step} of {job.steps} steps")
+                say(f"adapter {job.name}: going on after {step} of {job.steps} steps")
         of_base = sum(w.numel() * w.element_size() for c in model for w in c.parameters())
         of_adapters = sum(own.num_bytes for own in each.values())
-        _say(
+        say(
             f"{len(each)} adapters take {of_adapters / 2**20:.2f} MiB on rank 0 for weights and "
             f"gradients, beside {of_base / 2**20:.2f} MiB of the base, and the states of their "
             "optimizers"
@@ -256,11 +251,13 @@ class _Training:
             optimizers.end_step(job.name)
         losses, broken = self._losses(going, records)
         done = {job.name: self._update(job, job.name in broken) for job in going}
-        seconds = time.perf_counter() - start
+        each_takes = (time.perf_counter() - start) / max(it.steps for it in order)
         for job in going:
             for stepped, of_step in zip(done[job.name], losses[job.name], strict=False):
                 self._run.done[job.name] += 1
-                self._log(job, stepped, of_step, seconds / max(it.steps for it in order))
+                scale = optimizers.each[job.name].optimizer.get_loss_scale().item()
+                done_by_it = self._run.done[job.name]
+                log(Progress(job, done_by_it, stepped, of_step, scale, each_takes), arguments)
 
     def _merged(self, of_chunk: Mapping[str, Any]) -> Iterator[Any] | None:
         assert self._part is not None
@@ -319,28 +316,9 @@ class _Training:
                 "look at its data and its learning rate"
             )
             self._run.jobs.remove(job)
-            _say(self._failed[job.name])
+            say(self._failed[job.name])
             return counted
         return optimizers.stepped(job.name)
-
-    def _log(
-        self, job: AdapterJob, stepped: Stepped, losses: Mapping[str, float], seconds: float
-    ) -> None:
-        """Log a step of an adapter, in the words of Megatron-LM."""
-        step, optimizers = self._run.done[job.name], self._optimizers
-        assert optimizers is not None
-        if step % _arguments().log_interval and step != job.steps:
-            return
-        norm = "" if stepped.norm is None else f" grad norm: {stepped.norm:.3f} |"
-        scale = optimizers.each[job.name].optimizer.get_loss_scale().item()
-        said = "".join(f" {name}: {loss:.6E} |" for name, loss in losses.items())
-        skipped = "" if stepped.is_done else " skipped |"
-        _log(
-            f" adapter {job.name} | iteration {step:8d}/{job.steps:8d} | consumed samples: "
-            f"{step * job.batch:12d} | elapsed time per iteration (ms): {1000 * seconds:.1f} | "
-            f"learning rate: {stepped.rate:.6E} | global batch size: {job.batch:5d} |{said} "
-            f"loss scale: {scale:.1f} |{norm}{skipped}"
-        )
 
     def _after_step(
         self,
@@ -369,7 +347,7 @@ class _Training:
             assert self._optimizers is not None
             own = self._optimizers.each[job.name]
             checkpoints.save(job, own, step, arguments.tensor_model_parallel_size)
-            _say(f"adapter {job.name} is saved after {step} steps")
+            say(f"adapter {job.name} is saved after {step} steps")
             if is_done and job.is_whole:
                 self._write_model(job, call["model"], arguments)
             elif is_done:
@@ -382,10 +360,10 @@ class _Training:
     ) -> None:
         why = peft_folder.why_not(config)
         if why is not None:
-            _say(f"adapter {job.name} is not written as a PEFT folder: {why}")
+            say(f"adapter {job.name} is not written as a PEFT folder: {why}")
             return
         peft_folder.write(folder, job, own, config)
-        _say(f"adapter {job.name} is in {folder / job.name / peft_folder.FOLDER} for PEFT")
+        say(f"adapter {job.name} is in {folder / job.name / peft_folder.FOLDER} for PEFT")
 
     def _write_model(self, job: AdapterJob, model: Sequence[Any], arguments: Any) -> None:
         """Write the weights as a checkpoint of Megatron-LM, which any of its scripts loads."""
@@ -397,7 +375,7 @@ class _Training:
         only_weights = {"save": str(into), "no_save_optim": True, "no_save_rng": True}
         with changed(arguments, {**self._alone(job), **only_weights}):
             checkpointing.save_checkpoint(job.steps, model, None, None, 0)
-        _say(f"adapter {job.name} is in {into} as a checkpoint of the model")
+        say(f"adapter {job.name} is in {into} as a checkpoint of the model")
 
     def _evaluate(self, job: AdapterJob, call: Mapping[str, Any], arguments: Any) -> None:
         from megatron.training import training
@@ -427,6 +405,11 @@ class _Training:
             return None
         metadata = checkpointing._build_sharded_state_dict_metadata(arguments)
         return AdapterCheckpoints(Path(arguments.save), metadata)
+
+
+def _shape_of(job: AdapterJob) -> LoRAShape:
+    entry, seed = job.entry, job.arguments["seed"]
+    return LoRAShape(entry.rank, entry.alpha, tuple(entry.modules), seed, entry.dropout)
 
 
 def _optimizer_of(weights: Sequence[Any], arguments: Any, job: AdapterJob) -> AdapterOptimizer:
@@ -492,14 +475,3 @@ def _agreed(names: list[str]) -> list[str]:
 
 def _device() -> Any:
     return torch.cuda.current_device()
-
-
-def _log(line: str) -> None:
-    """Print a line of the log where Megatron-LM prints its own, on the last rank."""
-    if dist.get_rank() == dist.get_world_size() - 1:
-        print(line, flush=True)
-
-
-def _say(line: str) -> None:
-    if dist.get_rank() == 0:
-        print(f"megatron_zb: {line}", flush=True)

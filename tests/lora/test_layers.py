@@ -62,7 +62,13 @@ def _data(case: GPTCase) -> dict[str, Any]:
     return {name: iter(microbatches(case, STEPS * M, ord(name))) for name in SHAPES}
 
 
-def train(case: GPTCase, schedule: str, *, clip: float = 0.0) -> dict[str, torch.Tensor]:
+def train(
+    case: GPTCase,
+    schedule: str,
+    *,
+    clip: float = 0.0,
+    shapes: dict[str, LoRAShape] = SHAPES,
+) -> dict[str, torch.Tensor]:
     """Train both adapters for two steps; return gradients, weights and norms, whole, by name."""
     p = torch.distributed.get_world_size() // (case.tensor_parallel * case.data_parallel)
     adapters = Adapters(tuple(Adapter(name, M) for name in SHAPES))
@@ -71,7 +77,7 @@ def train(case: GPTCase, schedule: str, *, clip: float = 0.0) -> dict[str, torch
     found: dict[str, torch.Tensor] = {}
     with built(case, order, adapters.num_units, lambda: 0) as (pipeline, chunks):
         assert pipeline is not None
-        layers = LoRALayers(chunks, SHAPES)
+        layers = LoRALayers(chunks, shapes)
         each = {name: new_optimizer(layers, name, clip) for name in SHAPES}
         part = pipeline.train_adapters(
             AdapterOptimizers([layers], each, get_model_config(chunks[0]))
@@ -162,6 +168,57 @@ def test_steps_without_a_flush_are_those_with_one(
     assert ours.keys() == {name for name in apart if "gradient" not in name}
     for name, value in ours.items():
         torch.testing.assert_close(value, apart[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+DROPPED = {name: replace(shape, dropout=0.25) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("schedule", ["v-zb", pytest.param("interleaved", marks=pytest.mark.slow)])
+def test_dropout_follows_the_layer_and_the_microbatch(ranks: RankPools, schedule: str) -> None:
+    """The same numbers are dropped wherever a layer is, though the base draws none."""
+    plain = of_all(ranks(2).run(train, case=BASE, schedule="1f1b", shapes=DROPPED))
+    check_close(of_all(ranks(2).run(train, case=BASE, schedule=schedule, shapes=DROPPED)), plain)
+    whole = of_all(ranks(2).run(train, case=BASE, schedule="1f1b"))
+    assert not any(torch.equal(plain[name], whole[name]) for name in plain if "gradient" in name)
+
+
+def dropped(case: GPTCase) -> dict[str, torch.Tensor]:
+    """What is left of the numbers of each layer in the first F of a rank."""
+    found: dict[str, torch.Tensor] = {}
+
+    def note(module: Any, arguments: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        found.setdefault(names[module], output != 0)
+
+    adapters = Adapters((Adapter("a", M),))
+    order = schedules.build("1f1b", pipeline_size=2, adapters=adapters)
+    with built(case, order, M, lambda: 0) as (pipeline, chunks):
+        assert pipeline is not None
+        layers = LoRALayers(chunks, {"a": DROPPED["a"]})
+        names = {m: n for n, m in chunks[0].named_modules() if "lora_dropout." in n}
+        for module in names:
+            module.register_forward_hook(note)
+        own = {"a": new_optimizer(layers, "a", 0.0)}
+        part = pipeline.train_adapters(
+            AdapterOptimizers([layers], own, get_model_config(chunks[0]))
+        )
+        data = [part.merged({"a": iter(microbatches(case, M, 1))})]
+        forward_backward(pipeline.forward_backward_func, chunks, data, M)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_ranks_drop_the_same_of_what_both_have(
+    ranks: RankPools, sequence_parallel: bool
+) -> None:
+    case = replace(BASE, tensor_parallel=2, sequence_parallel=sequence_parallel)
+    first, second, *_ = ranks(4).run(dropped, case=case)
+    assert first.keys() == second.keys()
+    assert len(first) == 4 * case.layers / 2
+    for name, mask in first.items():
+        have_same = not sequence_parallel and ("qkv" in name or "fc1" in name)
+        assert torch.equal(mask, second[name]) == have_same, name
+        assert 0.6 < mask.float().mean() < 0.9
 
 
 def train_te(case: GPTCase, schedule: str) -> dict[str, torch.Tensor]:

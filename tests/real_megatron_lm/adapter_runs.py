@@ -16,6 +16,13 @@ TESTS = Path(__file__).parents[1]
 
 # What adapters have in the file, not as flags of the whole run.
 OF_FILE = ("--global-batch-size 8", "--train-iters 7")
+FOUR = {
+    "a": "batch: 4, steps: 8, rank: 4",
+    "b": "batch: 8, steps: 8, rank: 8, dropout: .2, learning_rate: 5e-4",
+    "c": "batch: 4, steps: 5, rank: 2, modules: [linear_proj]",
+    "d": "batch: 8, steps: 8, alpha: 64, warmup_steps: 2, clip: .2",
+}
+"""Adapters that differ in all that the file can say; c ends early."""
 SPECIAL = {"a": "batch: 4, steps: 4, rank: 4", "b": "batch: 2, steps: 3, rank: 8, alpha: 8"}
 PATHS = {"pretrain_hybrid.py": {"PYTHONPATH": f"{TESTS / 'support'}:{TESTS.parent}"}}
 """Variables of the scripts whose layers stand in for those of GPUs."""
