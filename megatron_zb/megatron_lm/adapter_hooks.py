@@ -31,7 +31,7 @@ from megatron_zb.lora.training import AdapterOptimizer, AdapterOptimizers, Stepp
 from megatron_zb.lora.whole import CopyBytes, WholeModels, check_fits, free_bytes
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.shared_pipeline import SharedPipelinePart
-from megatron_zb.megatron_lm.adapter_log import Progress, log, say
+from megatron_zb.megatron_lm.adapter_log import AdapterProgress, log, say
 from megatron_zb.megatron_lm.adapter_run import AdapterRun
 from megatron_zb.megatron_lm.replacing import replace, when
 from megatron_zb.schedules.features.adapters import Adapters
@@ -257,7 +257,9 @@ class _Training:
                 self._run.done[job.name] += 1
                 scale = optimizers.each[job.name].optimizer.get_loss_scale().item()
                 done_by_it = self._run.done[job.name]
-                log(Progress(job, done_by_it, stepped, of_step, scale, each_takes), arguments)
+                log(
+                    AdapterProgress(job, done_by_it, stepped, of_step, scale, each_takes), arguments
+                )
 
     def _merged(self, of_chunk: Mapping[str, Any]) -> Iterator[Any] | None:
         assert self._part is not None

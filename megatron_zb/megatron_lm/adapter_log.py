@@ -17,7 +17,7 @@ from megatron_zb.lora.training import Stepped
 
 
 @dataclass(frozen=True)
-class Progress:
+class AdapterProgress:
     """One step of an adapter.
 
     Args:
@@ -64,27 +64,27 @@ class Progress:
         return {f"{self.job.name}/{tag}": value for tag, value in found.items()}
 
 
-def log(progress: Progress, args: Any) -> None:
+def log(progress: AdapterProgress, args: Any) -> None:
     """Print and write a step, if its number is one that the arguments of Megatron-LM ask for."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
     step, is_last = progress.step, progress.step == progress.job.steps
     if is_last or step % args.log_interval == 0:
         print(progress.line, flush=True)
     if is_last or step % args.tensorboard_log_interval == 0:
-        _write_curves(progress)
+        write_curves(progress, get_tensorboard_writer(), get_wandb_writer())
 
 
-def _write_curves(progress: Progress) -> None:
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-    board, wandb, name = get_tensorboard_writer(), get_wandb_writer(), progress.job.name
+def write_curves(progress: AdapterProgress, board: Any, wandb: Any) -> None:
+    """Write the values of a step with TensorBoard's writer and that of wandb; None for neither."""
     if board is not None:
         for tag, value in progress.curves.items():
             board.add_scalar(tag, value, progress.step)
     if wandb is not None:
         # its own steps may not go back, and adapters are not all at the same one
-        wandb.log({**progress.curves, f"{name}/iteration": progress.step})
+        wandb.log({**progress.curves, f"{progress.job.name}/iteration": progress.step})
 
 
 def say(line: str) -> None:

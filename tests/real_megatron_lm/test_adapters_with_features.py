@@ -57,6 +57,7 @@ class Case:
         ranks: of the job.
         script: of Megatron-LM.
         digits: to which the losses are those of the plain training; None where they are others.
+        program: in the launcher's place.
     """
 
     schedule: str
@@ -65,6 +66,7 @@ class Case:
     ranks: int = 2
     script: str = "pretrain_gpt.py"
     digits: float | None = 1e-5
+    program: str | None = None
 
 
 CASES = {
@@ -76,6 +78,8 @@ CASES = {
     "tensors-stream": Case("v-zb", f"{TENSORS} --pipeline-adapter-steps 2", UNPADDED, ranks=4),
     "bf16": Case("v-zb", "--bf16", digits=1e-2),
     "fp16": Case("v-zb", "--fp16 --initial-loss-scale 4194304", digits=None),
+    "lengths": Case("v-zb", program="run_unequal.py"),
+    "lengths-stream": Case("v-half", "--pipeline-adapter-steps 2", program="run_unequal.py"),
     "llama": Case("v-half", model=LLAMA),
     "experts": Case("v-zb", model=EXPERTS),
     "experts-parallel": Case(
@@ -120,7 +124,7 @@ def test_each_adapter_is_as_in_a_separate_run(
     how = (case.schedule, case.model, case.more)
 
     def run(folder: str, entries: dict[str, str], *how: str, ranks: int) -> Logged:
-        more: dict[str, Any] = {"ranks": ranks, "script": case.script}
+        more: dict[str, Any] = {"ranks": ranks, "script": case.script, "program": case.program}
         ended = train(checkout, base, tmp_path / folder, entries, *how, **more)
         assert ended.code == 0, ended.output
         return ended

@@ -27,9 +27,8 @@ def test_each_of_four_is_as_in_a_separate_run(
 
     def run(folder: str, entries: dict[str, str], more: str = "") -> Logged:
         flags = f"{layout} --clip-grad 1e3 {more}"  # no norm is near that, but it is computed
-        save = tmp_path / folder
-        sizes = {"ranks": stages, "stages": stages}
-        ended = train(checkout, checkpoint_of_two, save, entries, schedule, flags, **sizes)
+        how = (checkout, checkpoint_of_two, tmp_path / folder, entries, schedule, flags)
+        ended = train(*how, ranks=stages, stages=stages)
         assert ended.code == 0, ended.output
         return ended
 
