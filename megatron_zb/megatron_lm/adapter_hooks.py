@@ -251,15 +251,13 @@ class _Training:
             optimizers.end_step(job.name)
         losses, broken = self._losses(going, records)
         done = {job.name: self._update(job, job.name in broken) for job in going}
-        each_takes = (time.perf_counter() - start) / max(it.steps for it in order)
+        seconds = (time.perf_counter() - start) / max(it.steps for it in order)
         for job in going:
             for stepped, of_step in zip(done[job.name], losses[job.name], strict=False):
                 self._run.done[job.name] += 1
+                step = self._run.done[job.name]
                 scale = optimizers.each[job.name].optimizer.get_loss_scale().item()
-                done_by_it = self._run.done[job.name]
-                log(
-                    AdapterProgress(job, done_by_it, stepped, of_step, scale, each_takes), arguments
-                )
+                log(AdapterProgress(job, step, stepped, of_step, scale, seconds), arguments)
 
     def _merged(self, of_chunk: Mapping[str, Any]) -> Iterator[Any] | None:
         assert self._part is not None
