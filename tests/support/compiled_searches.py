@@ -6,9 +6,9 @@ from brief_searches import briefly
 
 from megatron_zb import schedules
 from megatron_zb.schedules import Costs
+from megatron_zb.schedules.features.adapters import Adapters
 from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
-from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.schedules.search import kernels
 
 
@@ -24,9 +24,8 @@ def main() -> None:
             schedules.build(
                 "v-half", pipeline_size=4, num_microbatches=8, costs=costs, memory_limit=0.7
             )
-        schedules.build(
-            "v-half", pipeline_size=4, num_microbatches=8, slices=Slicing((1.0, 1.0))
-        )  # whose units have edges that a schedule of microbatches has not
+        # units of adapters have edges that microbatches have not
+        schedules.build("v-half", pipeline_size=4, adapters=Adapters.equal(2, microbatches=4))
 
 
 if __name__ == "__main__":
