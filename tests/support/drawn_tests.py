@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-ONE_OF = {"long": 8, "slow": 20, "full": 100}
+ONE_OF = {"long": 16, "slow": 40, "full": 200}
 """Of how many tests with this mark one is drawn."""
 
 
