@@ -238,9 +238,8 @@ def _save_page(path: Path, arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"there is no page for {arguments.name}: give a name that ends in .png or .svg"
         )
-    for name in _OF_UNITS:
-        if getattr(arguments, name) is not None:
-            raise UsageError(f"there is no page for {name}: give a name that ends in .png or .svg")
+    if arguments.slices is not None:
+        raise UsageError("there is no page for slices: give a name that ends in .png or .svg")
     from megatron_zb.drawing import html_page
     from megatron_zb.drawing.html_page import save_schedule
 

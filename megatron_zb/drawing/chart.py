@@ -226,20 +226,23 @@ def bars_of(timeline: Timeline) -> Iterator[Bar]:
             yield Bar(rank, start, end, p.kind, chunk, p.microbatch, colour, half)
 
 
+def labels_of(schedule: Schedule) -> list[str]:
+    """Return what the legend says of each colour of a kind, behind the words of the kind."""
+    if schedule.rules.has_steps:
+        return [", even steps", ", odd steps"]
+    if schedule.rules.owners:
+        return [f", adapter {name}" for name in schedule.rules.owners]
+    chunks = schedule.placement.chunks
+    return [""] if chunks == 1 else [f", chunk {chunk}" for chunk in range(chunks)]
+
+
 def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
     """Return the kinds and chunks, adapters or even and odd steps that occur, with their labels."""
     found = sorted(
         {(bar.kind, bar.chunk) for bar in bars_of(timeline)},
         key=lambda pair: (PassKind.all().index(pair[0]), pair[1]),
     )
-    owners = timeline.schedule.rules.owners
-    if timeline.schedule.rules.has_steps:
-        said = [", even steps", ", odd steps"]
-    elif owners:
-        said = [f", adapter {name}" for name in owners]
-    else:
-        chunks = timeline.schedule.placement.chunks
-        said = [""] if chunks == 1 else [f", chunk {chunk}" for chunk in range(chunks)]
+    said = labels_of(timeline.schedule)
     return [
         (kind, chunk, kind.words + ("" if kind in ONE_SHADE else said[chunk]))
         for kind, chunk in found

@@ -19,7 +19,7 @@ from functools import cache, partial
 from itertools import chain, groupby
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from megatron_zb.drawing.chart import (
     COPY_COLOURS,
@@ -36,15 +36,17 @@ from megatron_zb.drawing.chart import (
     one_f_one_b_peak,
     text_colour_on,
     ticks,
+    variants_of,
     worst_of,
 )
+from megatron_zb.drawing.html_units import OfUnits, of_units
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Pass, PassKind, Schedule, Timeline, catalog, simulate
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.stage_costs import StageCosts
 from megatron_zb.schedules.task_graph import Copy
 
-_F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
+_F, _B, _W, _BW, _U = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.U
 
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 # --- orders as text
 
 
-KINDS = (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)
+KINDS = (_F, _B, _W, _BW, _U)
 ORDERS_FILE = Path(__file__).resolve().parent / "html_parts" / "orders.json"
 MOST_MICROBATCHES = 64
 ORDER_SIZES = tuple(
@@ -64,7 +66,7 @@ MOST_CHUNKS = 16
 _FIRST = ord("A")
 
 
-class _Joined(TypedDict, total=False):
+class _Joined(OfUnits, total=False):
     pairs: list[list[int]]
 
 
@@ -73,8 +75,9 @@ class Order(_Joined):
 
     The character is the ``kind * chunks + chunk``-th after A, with kinds counted as in
     :data:`KINDS`. Microbatches are not written: the F, the input and the weight
-    gradients of a stage each take them in turn. ``pairs[r]`` are the positions of the F of rank r
-    that run as one with the pass behind them; left out where there are none.
+    gradients of a stage each take them in turn, unless ``turns`` has others. ``pairs[r]`` are the
+    positions of the F of rank r that run as one with the pass behind them; left out where there are
+    none.
     """
 
     name: str
@@ -90,7 +93,7 @@ def is_text(schedule: Schedule) -> bool:
 
 
 def encode_order(schedule: Schedule) -> Order:
-    """Write a schedule of F, B, W and BW passes as text."""
+    """Write a schedule with no passes but those of :data:`KINDS` as text."""
     placement = schedule.placement
     chunks, chunk_of = placement.chunks, placement.chunk_of
     codes = {kind: _FIRST + i * chunks for i, kind in enumerate(KINDS)}
@@ -103,6 +106,7 @@ def encode_order(schedule: Schedule) -> Order:
             "".join(chr(codes[p.kind] + chunk_of(p.stage)) for p in passes)
             for passes in schedule.ranks
         ],
+        **of_units(schedule, KINDS),
     }
     if schedule.pairs:
         order["pairs"] = [
@@ -112,8 +116,8 @@ def encode_order(schedule: Schedule) -> Order:
 
 
 def decode_order(order: Order) -> Schedule:
-    """Read what :func:`encode_order` wrote; the placement's name is lost."""
-    placement = Placement("", order["p"], tuple(order["rank_of"]))
+    """Read what :func:`encode_order` wrote; the names of the placement and the rules are lost."""
+    placement, turns = Placement("", order["p"], tuple(order["rank_of"])), order.get("turns", {})
     ranks = []
     for rank, text in enumerate(order["ranks"]):
         done: Counter[tuple[PassKind, int]] = Counter()
@@ -122,7 +126,10 @@ def decode_order(order: Order) -> Schedule:
             number, chunk = divmod(ord(letter) - _FIRST, placement.chunks)
             kind, stage = KINDS[number], placement.stages_of[rank][chunk]
             gradients = (PassKind.B, PassKind.W) if kind is PassKind.BW else (kind,)
-            passes.append(Pass(kind, stage, done[gradients[0], stage]))
+            unit = done[gradients[0], stage]
+            if taken := turns.get(gradients[0].value):
+                unit = taken[stage if len(taken) > 1 else 0][unit]
+            passes.append(Pass(kind, stage, unit))
             for gradient in gradients:
                 done[gradient, stage] += 1
         ranks.append(tuple(passes))
@@ -264,6 +271,7 @@ def costs(table: StageCosts) -> dict[str, list[float]]:
         "activation": table.memory["activation"],
         "held_for_weight": table.memory["held_for_weight"],
         "whole": none if seconds[_BW] == halves else seconds[_BW],
+        "update": seconds.get(_U, none),
         "forward_comm": table.exchange.get(_F, none),
         "backward_comm": table.exchange.get(_B, none),
     }
@@ -273,8 +281,8 @@ def costs(table: StageCosts) -> dict[str, list[float]]:
 
 def legend(timeline: Timeline) -> list[tuple[str, str]]:
     """Return the colour and the label of each kind of pass that occurs."""
-    chunks = timeline.schedule.placement.chunks
-    return [(colour_of(kind, chunk, chunks), words) for kind, chunk, words in legend_of(timeline)]
+    variants = variants_of(timeline.schedule)
+    return [(colour_of(kind, i, variants), words) for kind, i, words in legend_of(timeline)]
 
 
 def draw(

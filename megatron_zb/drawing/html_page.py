@@ -27,6 +27,7 @@ from megatron_zb.drawing.chart import (
     report_of,
     title_of,
 )
+from megatron_zb.drawing.html_work import PageWork
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Costs, Report, Schedule, Timeline, catalog, simulate
 from megatron_zb.schedules.costs import filled
@@ -179,7 +180,7 @@ def explorer_context(
         costs = costs.without(lambda it: it.frees_activations or isinstance(it, Vocabulary))
     known = [timeline for timeline in own if html_drawing.is_text(timeline.schedule)]
     own, limit = (known, limit) if known else ([_baseline(own[0], costs)], None)
-    first = own[0]
+    first, work = own[0], PageWork.of(own[0].schedule)
     p, m = first.schedule.placement.pipeline_size, first.schedule.num_microbatches
     alike = costs is not None and _is_alike(costs)
     times = _means(first, costs, unit)
@@ -189,9 +190,9 @@ def explorer_context(
         _add(entries, timeline, built, alike)
     if costs is not None:
         for name in QUICK if p * m <= MOST_PASSES // 6 else ():
-            schedule = catalog.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
-            _add(entries, simulate(schedule, costs), {**built, "limit": None}, alike)
-    for order in html_drawing.packaged_orders() if alike else ():
+            timeline = simulate(work.build(name, p, costs), costs)
+            _add(entries, timeline, {**built, "limit": None}, alike)
+    for order in html_drawing.packaged_orders() if alike and work.adapters is None else ():
         entries.setdefault(
             (order["name"], order["p"], order["m"]),
             {
@@ -208,6 +209,7 @@ def explorer_context(
             "names": list(names),
             "orders": list(entries.values()),
             "alike": alike,
+            "work": {"flags": work.flags, "note": work.note, "update": work.update},
             "unit": asdict(unit),
         }
     }
@@ -215,9 +217,9 @@ def explorer_context(
 
 def _baseline(timeline: Timeline, costs: Costs | None) -> Timeline:
     """Return 1F1B of the same sizes, for equal costs where none are given."""
-    p, m = timeline.schedule.placement.pipeline_size, timeline.schedule.num_microbatches
+    p = timeline.schedule.placement.pipeline_size
     costs = costs or Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0)
-    return simulate(catalog.build("1f1b", pipeline_size=p, num_microbatches=m), costs)
+    return simulate(PageWork.of(timeline.schedule).build("1f1b", p), costs)
 
 
 def _add(
@@ -267,7 +269,7 @@ def _means(timeline: Timeline, costs: Costs | None, unit: TimeUnit) -> dict[str,
 
 def _choices(schedule: Schedule) -> str | None:
     """Return the flags that a schedule needs besides its name; None where it has no name."""
-    if schedule.name not in catalog.names():
+    if schedule.name not in catalog.names() or PageWork.of(schedule).flags is None:
         return None
     family, chunks = catalog.family(schedule.name), schedule.placement.chunks
     choices = [f"--chunks {chunks}"] if family.takes_chunks else []

@@ -33,6 +33,14 @@ class Sizes(Protocol):
     def ranks(self) -> tuple[tuple[Pass, ...], ...]: ...
 
 
+class Span(NamedTuple):
+    """Units in a row, from ``first`` on, that are a step of the training ``owner``."""
+
+    first: int
+    owner: int
+    words: str
+
+
 class Rules:
     """Rules of the passes of a kind of work."""
 
@@ -62,6 +70,11 @@ class Rules:
     def owner_of(self, unit: int) -> int:
         """Return the index of the training that a unit is of, among :attr:`owners`."""
         return 0
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Steps of the trainings that share the pipeline, in the order of their units."""
+        return ()
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:

@@ -62,7 +62,6 @@ def test_the_terminal_has_capital_letters_for_every_other_adapter() -> None:
     [
         ("show 1f1b -p 2 -m 2 --adapter-steps 2", "--adapter-steps is for adapters: give --adap"),
         ("show pipe-bd -p 2 -m 2 --adapters 2", "pipe-bd has no adapters: leave --adapters out"),
-        ("show v-zb -p 2 -m 2 --adapters 2 -o x.html", "there is no page for adapters"),
         ("show v-zb -p 2 -m 2 --adapters 2 --slices 2", "--adapters cannot be combined with --sl"),
         ("show 1f1b -p 8 -m 512 --adapters 9", "4608 microbatches on 8 ranks are too many"),
         (

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from brief_searches import briefly
+from packaged_orders import packaged
 from pages import EVIL, Element, page_of
 
 from megatron_zb import schedules
@@ -237,7 +238,7 @@ def test_a_page_too_large_to_draw_is_refused_in_a_sentence(
 def test_16_ranks_and_64_microbatches_are_a_file_below_1_5_megabytes(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     table = tmp_path / "v-half.csv"
-    interchange.write_csv(decoded("v-half", 16, 64), table)
+    interchange.write_csv(packaged("v-half", 16, 64), table)
     assert cli.main(["show", "--csv", str(table), "--output", str(path)]) == 0
     assert path.stat().st_size < 1.5e6
     svg = page_of(path).one("section", id="picture").one("svg", of="schedule")
@@ -245,16 +246,6 @@ def test_16_ranks_and_64_microbatches_are_a_file_below_1_5_megabytes(tmp_path: P
 
 
 # --- orders ---------------------------------------------------------------------------------------
-
-
-def decoded(name: str, p: int, m: int) -> schedules.Schedule:
-    """An order that comes with the package."""
-    (found,) = (
-        order
-        for order in html_drawing.packaged_orders()
-        if (order["name"], order["p"], order["m"]) == (name, p, m)
-    )
-    return html_drawing.decode_order(found)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "wave", "interleaved"])

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import drawn_sizes
 import pytest
 from browser import MISSING, Browser, find_browser
-from cost_tables import changed
+from explorer import bars, change, comparison, corner, mouse, offered, shares, shown, tip
+from packaged_orders import packaged
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.drawing import html_drawing, html_page
-from megatron_zb.drawing.chart import MILLISECONDS, memory_lines
-from megatron_zb.schedules import Costs, PassKind, Schedule, Timeline
-from megatron_zb.schedules.families import dualpipe_v_order
-from megatron_zb.schedules.features.pairs import Communication
+from megatron_zb.schedules import Costs, PassKind, Timeline
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason=MISSING)
 
 NAMES = html_drawing.order_names()
-COSTS = [(1.0, 1.0, 1.0, 0.0), (1.0, 1.2, 0.9, 0.05), (1.3, 1.7, 0.4, 0.3), (1.0, 2.0, 0.0, 0.1)]
 EVIL = "</title></script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
@@ -43,25 +38,6 @@ def page(browser: Browser, path: Path) -> Browser:
     return browser
 
 
-@pytest.fixture
-def functions(browser: Browser, path: Path) -> Browser:
-    """The page, loaded by whichever test was the first, for calls that leave it as it is."""
-    if not browser.evaluate("typeof pipelines === 'object'"):
-        browser.open(path)
-    return browser
-
-
-@cache
-def schedule(name: str, p: int, m: int) -> Schedule:
-    """The order that comes with the package."""
-    (found,) = (
-        order
-        for order in html_drawing.packaged_orders()
-        if (order["name"], order["p"], order["m"]) == (name, p, m)
-    )
-    return html_drawing.decode_order(found)
-
-
 def costs_of(p: int, costs: tuple[float, float, float, float]) -> Costs:
     forward, backward, weight, p2p = costs
     return Costs.uniform(
@@ -76,139 +52,10 @@ def in_python(name: str, p: int, m: int, costs: tuple[float, float, float, float
             name, pipeline_size=p, num_microbatches=m, costs=costs_of(p, (1.0, 1.0, 1.0, 0.1))
         )
         return schedules.simulate(built, costs_of(p, costs))
-    return schedules.simulate(schedule(name, p, m), costs_of(p, costs))
-
-
-# --- the simulator --------------------------------------------------------------------------------
-
-_RESULT = (
-    "{start: t.start, end: t.end, makespan: t.makespan, bubble: t.bubble, peaks: t.peaks,"
-    " lines: t.lines, ranks: t.ranks.map((passes) =>"
-    " passes.map((q) => [pipelines.kinds[q.kind], q.stage, q.microbatch]))}"
-)
-
-
-def check_timeline(found: dict[str, Any], timeline: Timeline) -> None:
-    """Every time to the last bit."""
-    passes = [[[*p] for p in rank] for rank in timeline.schedule.ranks]
-    assert found["ranks"] == passes
-    assert found["start"] == [list(times) for times in timeline.start]
-    assert found["end"] == [list(times) for times in timeline.end]
-    assert found["makespan"] == timeline.makespan
-    assert found["bubble"] == pytest.approx(timeline.bubble_rate, abs=1e-12)
-    for mine, line in zip(found["lines"], memory_lines(timeline), strict=True):
-        assert mine["times"] == list(line.times)
-        assert mine["held"] == pytest.approx(line.held, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (4, 16), (8, 16)])
-def test_times_agree_to_the_last_bit(name: str, p: int, m: int, functions: Browser) -> None:
-    order = json.dumps(html_drawing.encode_order(schedule(name, p, m)))
-    for costs in COSTS:
-        now = dict(zip(("forward", "backward", "weight", "p2p"), costs, strict=True))
-        found = functions.evaluate(
-            f"(() => {{ const order = pipelines.decode({order});"
-            f" const costs = pipelines.equalCosts(order.place, {json.dumps(now)});"
-            f" const t = pipelines.timeline(order, costs); return {_RESULT}; }})()"
-        )
-        check_timeline(found, schedules.simulate(schedule(name, p, m), costs_of(p, costs)))
-
-
-def test_pairs_agree_to_the_last_bit(page: Browser) -> None:
-    stages = range(8)
-    costs = Costs.of_slices(
-        pipeline_size=4,
-        forward=[0.3 + 0.1 * s for s in stages],
-        backward=[0.4 + 0.07 * s for s in stages],
-        weight=[0.2 + 0.03 * s for s in stages],
-        whole=[0.5 + 0.09 * s for s in stages],
-        p2p=0.013,
-    ).having(
-        Communication(
-            forward=[0.1 + 0.01 * s for s in stages],
-            backward=[0.11 + 0.02 * s for s in stages],
-            pair_loss=0.03,
-        )
-    )
-    timeline = schedules.simulate(dualpipe_v_order(4, 10), costs)
-    data = json.dumps(html_drawing.data(timeline, "pairs", MILLISECONDS))
-    found = page.evaluate(
-        f"(() => {{ const data = {data}; const order = pipelines.decode(data.order);"
-        " const t = pipelines.timeline(order, pipelines.costsOf(order.place, data.costs));"
-        f" return {_RESULT}; }})()"
-    )
-    check_timeline(found, timeline)
-
-
-def test_unequal_stages_agree_to_the_last_bit(page: Browser) -> None:
-    costs = Costs.of_slices(
-        pipeline_size=4,
-        forward=[0.7, 1.0, 1.1, 1.9],
-        backward=[0.9, 1.3, 1.2, 2.3],
-        weight=[0.4, 0.8, 0.9, 1.2],
-        p2p=[[0.0 if a == b else 0.01 * (a + 2 * b) for b in range(4)] for a in range(4)],
-        activation=[3e9, 2e9, 2e9, 5e9],
-        held_for_weight=[1e9, 1e9, 5e8, 2e9],
-    )
-    timeline = schedules.simulate(schedule("v-half", 4, 8), costs)
-    data = json.dumps(html_drawing.data(timeline, "v-half", MILLISECONDS))
-    found = page.evaluate(
-        f"(() => {{ const data = {data}; const order = pipelines.decode(data.order);"
-        " const t = pipelines.timeline(order, pipelines.costsOf(order.place, data.costs));"
-        f" return {_RESULT}; }})()"
-    )
-    check_timeline(found, timeline)
-    for time in ("forward", "backward", "weight", "p2p"):  # twice a mean is twice every stage's
-        before = dict.fromkeys(("forward", "backward", "weight", "p2p"), 1.0)
-        now = {**before, time: 2.0}
-        found = page.evaluate(
-            f"(() => {{ const data = {data}; const order = pipelines.decode(data.order);"
-            " const costs = pipelines.scaledCosts(order.place,"
-            " pipelines.costsOf(order.place, data.costs),"
-            f" {json.dumps(before)}, {json.dumps(now)});"
-            f" const t = pipelines.timeline(order, costs); return {_RESULT}; }})()"
-        )
-        if time == "p2p":
-            other = replace(costs, p2p=tuple(tuple(2 * v for v in row) for row in costs.p2p))
-        else:
-            kind = {"forward": PassKind.F, "backward": PassKind.B, "weight": PassKind.W}[time]
-            other = changed(costs, **{time: [2 * v for v in costs.seconds[kind]]})
-        check_timeline(found, schedules.simulate(timeline.schedule, other))
+    return schedules.simulate(packaged(name, p, m), costs_of(p, costs))
 
 
 # --- the controls ---------------------------------------------------------------------------------
-
-
-def redrawn(page: Browser) -> int:
-    return int(page.evaluate("document.getElementById('explorer').dataset.redrawn"))
-
-
-def change(page: Browser, **values: object) -> None:
-    """Type into inputs, choose a schedule or a size, and wait until it is drawn."""
-    for element, value in values.items():
-        before = redrawn(page)
-        if element in ("schedule", "p", "m"):
-            assert str(value) in offered(page, element)
-            page.evaluate(
-                f"(() => {{ const s = document.getElementById('{element}');"
-                f"s.value = {json.dumps(value)};"
-                "s.dispatchEvent(new Event('input', {bubbles: true})); })()"
-            )
-        else:
-            page.type_into(element, str(value))
-        page.wait_for(f"Number(document.getElementById('explorer').dataset.redrawn) > {before}")
-
-
-def offered(page: Browser, element: str) -> list[str]:
-    found: list[str] = page.evaluate(
-        f"[...document.getElementById({json.dumps(element)}).options].map((o) => o.value)"
-    )
-    return found
-
-
-def shown(page: Browser, element: str) -> str:
-    return str(page.evaluate(f"document.getElementById({json.dumps(element)}).textContent"))
 
 
 def check_readings(page: Browser, timeline: Timeline, baseline: int) -> None:
@@ -242,14 +89,6 @@ def test_the_controls_change_what_is_shown(name: str, page: Browser) -> None:
     )
     assert sum(drawn) == sum(map(len, timeline.schedule.ranks))
     assert page.evaluate("document.querySelectorAll('#drawing .held').length") == 8
-
-
-def comparison(page: Browser) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = page.evaluate(
-        "Object.fromEntries([...document.querySelectorAll('#comparison tbody tr')]"
-        ".map((tr) => [tr.dataset.schedule, [...tr.cells].map((td) => td.textContent)]))"
-    )
-    return found
 
 
 def test_a_row_of_the_comparison_can_be_chosen(page: Browser) -> None:
@@ -382,7 +221,8 @@ def test_a_memory_limit_is_drawn_and_what_does_not_keep_it_is_named(page: Browse
     assert shown(page, "command").endswith("--memory-limit 0.8")
     rows = comparison(page)
     for name in NAMES:
-        peak = max(schedules.simulate(schedule(name, 4, 8), costs_of(4, COSTS[0])).peak_activation)
+        timeline = schedules.simulate(packaged(name, 4, 8), costs_of(4, (1.0, 1.0, 1.0, 0.0)))
+        peak = max(timeline.peak_activation)
         assert rows[name][5].endswith(", over the limit") == (peak > 0.8 * 4), name
 
 
@@ -450,18 +290,6 @@ def test_the_explorer_of_a_plan_agrees_with_its_table(browser: Browser, tmp_path
 
 # --- the pictures ---------------------------------------------------------------------------------
 
-_BARS = (
-    "(() => { const found = []; for (const path of document.querySelectorAll('{0} .bars'))"
-    " for (const [, x, y, w] of path.getAttribute('d').matchAll(/M([\\d.]+),([\\d.]+)h([\\d.]+)/g))"
-    " found.push([path.dataset.kind, +path.dataset.chunk, +x, +y, +w, path.getAttribute('fill')]);"
-    " return found; })()"
-)
-
-
-def bars(page: Browser, svg: str) -> list[list[Any]]:
-    found: list[list[Any]] = page.evaluate(_BARS.replace("{0}", svg))
-    return found
-
 
 def test_the_drawn_picture_has_the_bars_of_the_still_one(page: Browser, path: Path) -> None:
     text = path.read_text(encoding="utf-8")
@@ -471,41 +299,11 @@ def test_the_drawn_picture_has_the_bars_of_the_still_one(page: Browser, path: Pa
         f"document.body.insertAdjacentHTML('beforeend', {json.dumps(still.group())}) || 1"
     )
 
-    def shares(found: list[list[Any]]) -> list[list[Any]]:
-        """With pixels as shares of what all bars span."""
-        left, right = min(b[2] for b in found), max(b[2] + b[4] for b in found)
-        return sorted(
-            [kind, chunk, y, (x - left) / (right - left), w / (right - left), fill]
-            for kind, chunk, x, y, w, fill in found
-        )
-
     ours, theirs = shares(bars(page, "body > svg")), shares(bars(page, "#picture"))
     assert len(ours) == len(theirs) == 64
     for one, other in zip(ours, theirs, strict=True):
         assert one[:3] + one[5:] == other[:3] + other[5:]
         assert one[3:5] == pytest.approx(other[3:5], abs=1e-4)
-
-
-def mouse(page: Browser, kind: str, x: float, y: float, **more: object) -> None:
-    page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
-
-
-def corner(page: Browser, svg: str) -> tuple[float, float]:
-    """Where a picture begins in the window, once it is scrolled there."""
-    x, y = page.evaluate(
-        f"(() => {{ const e = document.querySelector('{svg}');"
-        "e.scrollIntoView({block: 'center'}); const r = e.getBoundingClientRect();"
-        "return [r.x, r.y]; })()"
-    )
-    return x, y
-
-
-def tip(page: Browser, box: str) -> str:
-    found: str = page.evaluate(
-        f"(() => {{ const e = document.querySelector('{box} .tip');"
-        " return e.hidden ? '' : e.textContent; })()"
-    )
-    return found
 
 
 def test_each_pass_has_a_tooltip(page: Browser) -> None:

@@ -15,13 +15,41 @@ const pictures = (() => {
   const clamp = (value, least, most) => Math.min(Math.max(value, least), most);
   const make = (tag, properties = {}) => Object.assign(document.createElement(tag), properties);
 
-  /** The shade of a chunk, or the colour of the text on it. */
-  function shade(table, letter, chunk, chunks) {
-    const rows = table[letter];
-    return rows[Math.min(chunks, rows.length) - 1][chunk % rows.length];
+  /** The shades of each kind: of the chunks of a rank, or of the trainings that share the ranks. */
+  class Shades {
+    constructor({ place, owners }) {
+      this.place = place;
+      this.owners = owners;
+      this.count = owners?.labels.length ?? place.chunks;
+      this.firsts = owners?.spans.map(([first]) => first);
+    }
+
+    /** The step that a microbatch belongs to, where trainings share the ranks. */
+    spanOf(microbatch) { return this.owners?.spans[lastBefore(this.firsts, microbatch)]; }
+
+    /** What a pass works on, in words: an update is of a whole step. */
+    wordsOf({ kind, microbatch }) {
+      const [first, , words] = this.spanOf(microbatch) ?? [0, null, null];
+      const parts = LETTERS[kind] === "U" ? [words] : [words, `microbatch ${microbatch - first}`];
+      return parts.filter((part) => part !== null).join(", ");
+    }
+
+    of({ stage, microbatch }) { return this.spanOf(microbatch)?.[1] ?? this.place.chunkOf[stage]; }
+
+    label(shade) {
+      return this.owners?.labels[shade] ?? (this.count === 1 ? "" : `, chunk ${shade}`);
+    }
+
+    /** The colour of a bar, and that of text on it. */
+    colours(letter, shade) {
+      if (this.owners) return this.owners.colours[letter][shade];
+      const rowOf = (rows) => rows[Math.min(this.count, rows.length) - 1][shade % rows.length];
+      return [rowOf(constants.shades[letter]), rowOf(constants.texts[letter])];
+    }
   }
-  const colourOf = (letter, chunk, chunks) => shade(constants.shades, letter, chunk, chunks);
-  const textOn = (letter, chunk, chunks) => shade(constants.texts, letter, chunk, chunks);
+
+  /** Whether a pass is left out: an update that takes no time. */
+  const isUnseen = ({ kind }, start, end) => LETTERS[kind] === "U" && start === end;
 
   function ticks(from, to, about) {
     const rough = (to - from) / Math.max(about, 1);
@@ -95,7 +123,7 @@ const pictures = (() => {
 
     /** Draw a timeline; `unit` is {words, symbol, scale}, `limit` microbatches or null, `extent` the room. */
     show(timeline, { title, unit, baseline, limit = null, extent = null }) {
-      Object.assign(this, { timeline, unit, baseline, limit });
+      Object.assign(this, { timeline, unit, baseline, limit, shades: new Shades(timeline) });
       this.room = extent?.seconds ?? timeline.makespan;
       this.most = extent?.held ?? Math.max(baseline, limit ?? 0, ...timeline.peaks);
       this.svg.setAttribute("aria-label", title);
@@ -212,15 +240,16 @@ const pictures = (() => {
         const to = start[rank][at + 1] ?? this.timeline.first + this.timeline.makespan;
         return `rank ${this.number(rank)}, idle\n${this.time(from)} to ${this.time(to)}: ${this.length(to - from)}`;
       }
-      const { kind, stage, microbatch } = ranks[rank][at];
+      const pass = ranks[rank][at];
+      const { kind, stage } = pass;
       const letter = LETTERS[kind];
       const chunk = place.chunks === 1 ? "" : ` (chunk ${place.chunkOf[stage]})`;
       const [from, to] = [start[rank][at], end[rank][at]];
       const pair = [paired[rank].has(at) && at + 1, paired[rank].has(at - 1) && at - 1]
         .filter((other) => other !== false).map((other) => ranks[rank][other])
-        .map((q) => ` with ${LETTERS[q.kind]} of stage ${q.stage}, microbatch ${q.microbatch}`);
+        .map((q) => ` with ${LETTERS[q.kind]} of stage ${q.stage}, ${this.shades.wordsOf(q)}`);
       return `${letter}, ${constants.kinds[letter]}${pair.join("")}\nrank ${this.number(rank)}, stage ${stage}${chunk}, `
-        + `microbatch ${microbatch}\n${this.time(from)} to ${this.time(to)}: ${this.length(to - from)}`;
+        + `${this.shades.wordsOf(pass)}\n${this.time(from)} to ${this.time(to)}: ${this.length(to - from)}`;
     }
 
     heldAt(rank, time) {
@@ -269,17 +298,18 @@ const pictures = (() => {
 
     /** One path for all bars of a colour, and numbers where there is room. */
     bars() {
-      const { place, ranks, paired, start, end } = this.timeline;
-      const groups = LETTERS.flatMap((letter) =>
-        place.stagesOf[0].map((_, chunk) => ({ letter, chunk, path: [], numbers: [] })));
+      const { shades } = this;
+      const { ranks, paired, start, end } = this.timeline;
+      const groups = LETTERS.flatMap((letter) => Array.from({ length: shades.count },
+        (_, shade) => ({ letter, shade, path: [], numbers: [] })));
       const until = this.from + this.span;
       ranks.forEach((passes, rank) => {
         let first = Math.max(lastBefore(start[rank], this.from), 0);
         if (paired[rank].has(first - 1)) first -= 1;
         for (let i = first; i < passes.length && start[rank][i] < until; i += 1) {
-          if (end[rank][i] <= this.from) continue;
-          const { kind, stage, microbatch } = passes[i];
-          const group = groups[kind * place.chunks + place.chunkOf[stage]];
+          if (end[rank][i] <= this.from || isUnseen(passes[i], start[rank][i], end[rank][i])) continue;
+          const { kind, microbatch } = passes[i];
+          const group = groups[kind * shades.count + shades.of(passes[i])];
           const lower = paired[rank].has(i - 1);
           const half = lower || paired[rank].has(i) ? Number(lower) : null;
           this.bar(group, rank, start[rank][i], end[rank][i], microbatch, half);
@@ -287,11 +317,12 @@ const pictures = (() => {
       });
       // Gaps between bars of a pixel or two would hide the bars.
       const thin = this.shortest(start, end) * this.perSecond < 6 ? " thin" : "";
-      return groups.filter(({ path }) => path.length).map(({ letter, chunk, path, numbers }) =>
-        `<path class="bars${thin}" data-kind="${letter}" data-chunk="${chunk}" `
-        + `fill="${colourOf(letter, chunk, place.chunks)}" d="${path.join("")}"/>`
-        + `<g class="numbers" fill="${textOn(letter, chunk, place.chunks)}">${numbers.join("")}</g>`,
-      ).join("");
+      return groups.filter(({ path }) => path.length).map(({ letter, shade, path, numbers }) => {
+        const [fill, ink] = shades.colours(letter, shade);
+        return `<path class="bars${thin}" data-kind="${letter}" data-chunk="${shade}" `
+          + `fill="${fill}" d="${path.join("")}"/>`
+          + `<g class="numbers" fill="${ink}">${numbers.join("")}</g>`;
+      }).join("");
     }
 
     /** What nine passes of ten take at least. */
@@ -363,14 +394,17 @@ const pictures = (() => {
   }
 
   /** A list of the kinds that occur, with their colours. */
-  function keys({ place, ranks }) {
+  function keys(timeline) {
+    const { ranks, start, end } = timeline;
+    const shades = new Shades(timeline);
     const found = new Set();
-    ranks.forEach((passes) => passes.forEach(({ kind, stage }) =>
-      found.add(kind * place.chunks + place.chunkOf[stage])));
+    ranks.forEach((passes, rank) => passes.forEach((pass, i) => {
+      if (isUnseen(pass, start[rank][i], end[rank][i])) return;
+      found.add(pass.kind * shades.count + shades.of(pass));
+    }));
     const items = [...found].sort((a, b) => a - b).map((code) => {
-      const letter = LETTERS[Math.floor(code / place.chunks)], chunk = code % place.chunks;
-      return key(`fill="${colourOf(letter, chunk, place.chunks)}"`,
-        constants.kinds[letter] + (place.chunks === 1 ? "" : `, chunk ${chunk}`));
+      const letter = LETTERS[Math.floor(code / shades.count)], shade = code % shades.count;
+      return key(`fill="${shades.colours(letter, shade)[0]}"`, constants.kinds[letter] + shades.label(shade));
     });
     return [...items, key('class="ground"', "idle")];
   }

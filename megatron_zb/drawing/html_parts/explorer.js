@@ -68,7 +68,7 @@
     offer("m", sizes.get(p));
     const listed = [...sizes].map(([ranks, ms], i) =>
       `${ranks}${i ? "" : " ranks"} with ${ms.join(", ")}${i ? "" : " microbatches"}`);
-    at("offered").textContent = `This page has ${name} on ${listed.join("; ")}.`;
+    at("offered").textContent = [`This page has ${name} on ${listed.join("; ")}.`, data.work.note].join(" ").trim();
   }
 
   // --- orders -----------------------------------------------------------------------------------------
@@ -85,6 +85,7 @@
 
   function timelineOf({ decoded: order, costs }, now) {
     const times = Object.fromEntries(COSTS.map((name) => [name, now[name] / data.unit.scale]));
+    times.update = data.work.update;
     if (costs === null) return pipelines.timeline(order, pipelines.equalCosts(order.place, times));
     const table = pipelines.costsOf(order.place, costs);
     const isAsBefore = COSTS.every((name) => now[name] === data.initial[name]);
@@ -122,7 +123,7 @@
     at("command").parentElement.hidden = choices === null;
     const words = [
       "megatron-zb show", name,
-      `--pipeline-size ${now.p} --num-microbatches ${now.m}`,
+      `--pipeline-size ${now.p}`, data.work.flags || `--num-microbatches ${now.m}`,
       ...COSTS.map((cost) => `--${cost} ${now[cost]}`),
       ...(choices ? [choices] : []),
       ...(now.limit === null ? [] : [`--memory-limit ${now.limit}`]),

@@ -7,9 +7,11 @@
  *
  * A pass is {kind, stage, microbatch}; times are in the unit of the costs, memory in microbatches of
  * the first rank. paired[r] has the positions of the F of rank r that run as one with the pass behind.
+ * inputs[r] has, for each pass of rank r, those that it waits for: numbers that count rank by rank.
  */
 const pipelines = (() => {
   const F = 0, B = 1, W = 2, BW = 3;
+  const kinds = ["F", "B", "W", "BW", "U"];
   const FIRST = "A".charCodeAt(0);
   const range = (length) => Array.from({ length }, (_, i) => i);
 
@@ -21,31 +23,57 @@ const pipelines = (() => {
   }
 
   /** The placement and the passes of each rank, from what html_drawing.py has written. */
-  function decode({ name, p, m, rank_of: rankOf, ranks, pairs }) {
+  function decode({ name, p, m, rank_of: rankOf, ranks, pairs, turns = {}, inputs, owners }) {
     const place = placement(p, rankOf);
+    const passes = ranks.map((text, rank) => passesOf(place, rank, text, turns));
     return {
-      name, p, m, place,
-      ranks: ranks.map((text, rank) => passesOf(place, rank, text)),
+      name, p, m, place, owners,
+      ranks: passes,
+      inputs: inputs ?? chain(place, passes),
       paired: ranks.map((_, rank) => new Set(pairs?.[rank])),
     };
   }
 
-  /** F, input gradients and weight gradients of a stage each take the microbatches in turn. */
-  function passesOf(place, rank, text) {
-    const done = range(place.stages).map(() => [0, 0, 0]);
+  const gradientsOf = (kind) => (kind === BW ? [B, W] : [kind]);
+
+  /** Each kind of pass of a stage takes the microbatches in turn, or those of its list. */
+  function passesOf(place, rank, text, turns) {
+    const take = (kind, stage, count) => {
+      const lists = turns[kinds[kind]];
+      return lists === undefined ? count : lists[lists.length === 1 ? 0 : stage][count];
+    };
+    const done = range(place.stages).map(() => kinds.map(() => 0));
     return Array.from(text, (letter) => {
       const code = letter.charCodeAt(0) - FIRST;
       const kind = Math.floor(code / place.chunks);
       const stage = place.stagesOf[rank][code % place.chunks];
-      const gradients = kind === BW ? [B, W] : [kind];
-      const microbatch = done[stage][gradients[0]];
+      const gradients = gradientsOf(kind);
+      const microbatch = take(gradients[0], stage, done[stage][gradients[0]]);
       gradients.forEach((gradient) => { done[stage][gradient] += 1; });
       return { kind, stage, microbatch };
     });
   }
 
-  /** Equal stages, from times of one microbatch on one rank and of a transfer. */
-  function equalCosts(place, { forward, backward, weight, p2p }) {
+  /** F waits for the stage before, and B for the one behind. */
+  function chain(place, ranks) {
+    const key = (kind, stage, microbatch) =>
+      (microbatch * place.stages + stage) * kinds.length + kind;
+    const number = new Map();
+    let count = 0;
+    ranks.forEach((passes) => passes.forEach(({ kind, stage, microbatch }) => {
+      gradientsOf(kind).forEach((role) => number.set(key(role, stage, microbatch), count));
+      count += 1;
+    }));
+    const inputsOf = ({ kind, stage, microbatch }) => {
+      if (kind === F) return stage === 0 ? [] : [number.get(key(F, stage - 1, microbatch))];
+      const isLast = stage === place.stages - 1;
+      return (kind === B || kind === BW) && !isLast ? [number.get(key(B, stage + 1, microbatch))] : [];
+    };
+    return ranks.map((passes) => passes.map(inputsOf));
+  }
+
+  /** Equal stages, from times of one microbatch or update on one rank and of a transfer. */
+  function equalCosts(place, { forward, backward, weight, p2p, update = 0 }) {
     const each = (value) => range(place.stages).map(() => value / place.chunks);
     const latency = (from, to) =>
       to < 0 || to >= place.stages || place.rankOf[from] === place.rankOf[to] ? 0 : p2p;
@@ -53,6 +81,7 @@ const pipelines = (() => {
       forward: each(forward),
       backward: each(backward),
       weight: each(weight),
+      update: each(update),
       activation: each(1),
       heldForWeight: each(1),
       forwardP2p: range(place.stages).map((s) => latency(s, s + 1)),
@@ -67,17 +96,19 @@ const pipelines = (() => {
   /** Costs as drawing.py has written them: one entry stands for equal stages. */
   function costsOf(place, table) {
     const all = (values) => (values.length === 1 ? range(place.stages).map(() => values[0]) : values);
+    const orNothing = (values) => all(values.length ? values : [0]);
     return {
       forward: all(table.forward),
       backward: all(table.backward),
       weight: all(table.weight),
+      update: orNothing(table.update),
       activation: all(table.activation),
       heldForWeight: all(table.held_for_weight),
       forwardP2p: all(table.forward_p2p),
       backwardP2p: all(table.backward_p2p),
       whole: all(table.whole),
-      forwardComm: table.forward_comm.length ? all(table.forward_comm) : range(place.stages).map(() => 0),
-      backwardComm: table.backward_comm.length ? all(table.backward_comm) : range(place.stages).map(() => 0),
+      forwardComm: orNothing(table.forward_comm),
+      backwardComm: orNothing(table.backward_comm),
       pairLoss: table.pair_loss[0],
     };
   }
@@ -104,7 +135,7 @@ const pipelines = (() => {
   function durations(costs) {
     const fused = costs.whole.length ? costs.whole
       : costs.backward.map((time, stage) => time + costs.weight[stage]);
-    return [costs.forward, costs.backward, costs.weight, fused];
+    return [costs.forward, costs.backward, costs.weight, fused, costs.update];
   }
 
   /** What both compute, their all-to-all, or all of one of them, whichever takes longest. */
@@ -115,36 +146,27 @@ const pipelines = (() => {
     return Math.max(compute, allToAll, forward, backward) * (1 + costs.pairLoss);
   }
 
-  const key = (place, kind, stage, microbatch) =>
-    (microbatch * (place.stages + 2) + stage + 1) * 2 + (kind === F ? 0 : 1);
-
   /** Run every rank's passes as early as its order and inputs allow. */
-  function simulate({ place, ranks, paired }, costs) {
+  function simulate({ ranks, inputs, paired }, costs) {
     const times = durations(costs);
-    const ready = new Map();
+    const latencies = { [F]: costs.forwardP2p, [B]: costs.backwardP2p, [BW]: costs.backwardP2p };
+    const ready = [];
     const waiting = new Map();
+    let count = 0;
+    const firsts = ranks.map((passes) => (count += passes.length) - passes.length);
     const clock = ranks.map(() => 0);
     const start = ranks.map(() => []);
     const end = ranks.map(() => []);
     const runnable = range(ranks.length);
 
-    function inputOf({ kind, stage, microbatch }) {
-      const first = kind === F ? 0 : place.stages - 1;
-      return kind === W || stage === first ? null : key(place, kind, stage, microbatch);
-    }
-
-    function run(rank, { kind, stage, microbatch }, begin, finish) {
+    function run(rank, { kind, stage }, begin, finish) {
+      const made = firsts[rank] + start[rank].length;
       clock[rank] = finish;
       start[rank].push(begin);
       end[rank].push(finish);
-      if (kind === W) return;
-      const latency = kind === F ? costs.forwardP2p[stage] : costs.backwardP2p[stage];
-      const made = key(place, kind, kind === F ? stage + 1 : stage - 1, microbatch);
-      ready.set(made, finish + latency);
-      if (waiting.has(made)) {
-        runnable.push(waiting.get(made));
-        waiting.delete(made);
-      }
+      ready[made] = finish + (latencies[kind]?.[stage] ?? 0);
+      runnable.push(...(waiting.get(made) ?? []));
+      waiting.delete(made);
     }
 
     while (runnable.length) {
@@ -152,13 +174,13 @@ const pipelines = (() => {
       while (start[rank].length < ranks[rank].length) {
         const at = start[rank].length;
         const passes = ranks[rank].slice(at, paired[rank].has(at) ? at + 2 : at + 1);
-        const inputs = passes.map(inputOf).filter((input) => input !== null);
-        const missing = inputs.find((input) => !ready.has(input));
+        const needed = passes.flatMap((_, i) => inputs[rank][at + i]);
+        const missing = needed.find((input) => ready[input] === undefined);
         if (missing !== undefined) {
-          waiting.set(missing, rank);
+          waiting.set(missing, [...(waiting.get(missing) ?? []), rank]);
           break;
         }
-        const begin = Math.max(clock[rank], ...inputs.map((input) => ready.get(input)));
+        const begin = Math.max(clock[rank], ...needed.map((input) => ready[input]));
         const [{ kind, stage }] = passes;
         const finish = begin + (passes.length === 2
           ? pairSeconds(costs, times, ...passes) : times[kind][stage]);
@@ -209,6 +231,5 @@ const pipelines = (() => {
     return { times, held };
   }
 
-  const kinds = ["F", "B", "W", "BW"];
   return { decode, equalCosts, costsOf, scaledCosts, timeline, kinds };
 })();

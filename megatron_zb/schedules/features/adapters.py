@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from megatron_zb.errors import UsageError
@@ -27,7 +28,7 @@ from megatron_zb.schedules.costs import Costs, Feature
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
-from megatron_zb.schedules.rules import Sizes
+from megatron_zb.schedules.rules import Sizes, Span
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.stage_costs import Priced, StageCosts
 from megatron_zb.schedules.units import UnitRules, Units, with_columns
@@ -203,6 +204,17 @@ class AdapterRules(UnitRules):
     def owner_of(self, unit: int) -> int:
         return self.order[self.columns.owner[unit]].adapter
 
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        names = self.owners
+        return tuple(
+            Span(first, adapter, f"step {step} of adapter {names[adapter]}")
+            for adapter, step, first in self.order
+        )
+
+    def _step_in_words(self, unit: int) -> str:
+        return self.spans[self.columns.owner[unit]].words
+
     def at(self, unit: int) -> tuple[Adapter, int, int]:
         """Return the adapter, the step and the microbatch of the step that a unit is."""
         adapter, step, first = self.order[self.columns.owner[unit]]
@@ -210,14 +222,12 @@ class AdapterRules(UnitRules):
 
     def pass_in_words(self, p: Pass) -> str:
         """Describe a pass, such as ``F of stage 1, step 0 of adapter a, microbatch 3``."""
-        adapter, step, microbatch = self.at(p.microbatch)
-        words = f"{p.kind.name} of stage {p.stage}, step {step} of adapter {adapter.name}"
-        return words if p.kind is _U else f"{words}, microbatch {microbatch}"
+        words = f"{p.kind.name} of stage {p.stage}, {self._step_in_words(p.microbatch)}"
+        return words if p.kind is _U else f"{words}, microbatch {self.at(p.microbatch)[2]}"
 
     def not_yet(self, p: Pass, needed: Pass) -> str:
         if needed.kind is _U:
-            adapter, step, _ = self.at(needed.microbatch)
-            return f"the update of step {step} of adapter {adapter.name} has not run yet"
+            return f"the update of {self._step_in_words(needed.microbatch)} has not run yet"
         return super().not_yet(p, needed)
 
     def sizes_in_words(self, schedule: Sizes) -> str:
