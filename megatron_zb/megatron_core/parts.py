@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
+from megatron_zb.megatron_core.copies import CopiesPart
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.megatron_core.data_iterators import ReadingsPart
 from megatron_zb.megatron_core.data_parallel import DataParallelPart
@@ -39,6 +40,7 @@ _ORDER: tuple[type[StepPart], ...] = (
     GraphsPart,
     PagedStashPart,
     ReadingsPart,
+    CopiesPart,  # chooses of what the readings give; adds up what the parts below have summed
     VocabularyPart,  # its stages run the forwards of the stages of the parts below
     SlicesPart,  # cuts what the readings give
     SharedPipelinePart,
@@ -77,6 +79,8 @@ class PartList:
             vocabulary = VocabularyPart(physical)
             self.add(vocabulary)
             self.add(DataParallelPart(vocabulary.weight_passes))
+        if physical.placement.copies > 1:
+            self.add(CopiesPart(physical))
         if current.slicing is not None:
             self.add(SlicesPart(current.slicing, shares_output=shares_output))
 

@@ -59,11 +59,15 @@ class PhysicalPlacement:
         """Return the stage that a chunk of a physical rank holds."""
         return self.placement.stages_of[self.logical(pp_rank)][vp_stage or 0]
 
+    def stage_of_model(self, pp_rank: int, vp_stage: int | None) -> int:
+        """Return the place in the model of the stage that a chunk of a physical rank holds."""
+        return self.placement.stage_of_model(self.stage(pp_rank, vp_stage))
+
     def holds_embedding(self, pp_rank: int, vp_stage: int | None) -> bool:
-        return self.stage(pp_rank, vp_stage) == 0
+        return self.stage_of_model(pp_rank, vp_stage) == 0
 
     def holds_output(self, pp_rank: int, vp_stage: int | None) -> bool:
-        return self.stage(pp_rank, vp_stage) == self.placement.num_stages - 1
+        return self.stage_of_model(pp_rank, vp_stage) == self.placement.stages_of_model - 1
 
 
 _TYPES = {
@@ -75,7 +79,10 @@ _TYPES = {
 
 
 class StageLayout(PipelineParallelLayerLayout):
-    """Megatron's layer layout for any placement: ``letters[s]`` are the layers of stage s."""
+    """Megatron's layer layout for any placement: ``letters[s]`` are the layers of stage s.
+
+    Copies of the model have the same layers.
+    """
 
     def __init__(self, letters: Letters, physical: PhysicalPlacement) -> None:
         placement = physical.placement
@@ -83,7 +90,7 @@ class StageLayout(PipelineParallelLayerLayout):
         self.letters = letters
         segments = [[_TYPES[letter] for letter in of_stage] for of_stage in letters]
         by_virtual_stage = [
-            list(segments[physical.stage(pp_rank, vp_stage)])
+            list(segments[physical.stage_of_model(pp_rank, vp_stage)])
             for vp_stage in range(placement.chunks)
             for pp_rank in range(placement.pipeline_size)
         ]
@@ -105,7 +112,7 @@ class StageLayout(PipelineParallelLayerLayout):
             from megatron.core import parallel_state
 
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        stage = self.physical.stage(pp_rank, vp_stage)
+        stage = self.physical.stage_of_model(pp_rank, vp_stage)
         return sum(segment.count(layer_type) for segment in self._segments[:stage])
 
     def segment(self, pattern: str, vp_stage: int | None) -> tuple[list[str], int]:
@@ -151,7 +158,7 @@ class ModelPlacement:
             UsageError: they cannot be placed.
         """
         layers, written, placement = sizes.layers, sizes.layer_layout, schedule.placement
-        letters = placed_letters(sizes, placement)
+        letters = placed_letters(sizes, placement.of_one_copy)
         if isinstance(written, str):
             return cls(placement, letters, keeps_places=placement.chunks == 1)
         balance = None if written is None else balanced(layers.decoder, schedule, written)
@@ -240,6 +247,7 @@ class StartReport:
 
     def _stage(self, stage: int) -> str:
         letters = self.layout.letters
+        stage = self.schedule.placement.stage_of_model(stage)
         first = "".join(letters[:stage]).count("t") + 1
         count = letters[stage].count("t")
         parts = [f"layers {first}-{first + count - 1}"] if count else []

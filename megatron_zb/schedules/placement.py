@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import lcm
@@ -17,15 +17,35 @@ class Placement:
 
     ``rank_of[s]`` is the logical rank of stage s. Chunk c of a rank is its c-th stage in model
     order, so a chunk index always rises along the model.
+
+    With several ``copies`` of the model, those of the first are the first stages, those of the
+    second one the next, and so on.
     """
 
     name: str
     pipeline_size: int
     rank_of: tuple[int, ...]
+    copies: int = field(default=1, kw_only=True)
 
     @property
     def num_stages(self) -> int:
         return len(self.rank_of)
+
+    @property
+    def stages_of_model(self) -> int:
+        """The number of stages of one copy of the model."""
+        return self.num_stages // self.copies
+
+    def stage_of_model(self, stage: int) -> int:
+        """Return the place of a stage in its copy of the model."""
+        return stage % self.stages_of_model
+
+    @cached_property
+    def of_one_copy(self) -> Placement:
+        """The placement of the first copy of the model."""
+        if self.copies == 1:
+            return self
+        return replace(self, rank_of=self.rank_of[: self.stages_of_model], copies=1)
 
     @property
     def chunks(self) -> int:
@@ -36,8 +56,9 @@ class Placement:
         """Whether it runs on Megatron's pipeline ranks in mirror image.
 
         Megatron reports the loss from its last pipeline rank, and a V ends on logical rank 0.
+        Several copies end on both the first and the last rank.
         """
-        return self.rank_of[-1] != self.pipeline_size - 1
+        return self.copies == 1 and self.rank_of[-1] != self.pipeline_size - 1
 
     def pipeline_rank(self, rank: int) -> int:
         """Return Megatron's pipeline rank of a logical rank, or the logical one of Megatron's."""
@@ -55,7 +76,9 @@ class Placement:
     @property
     def peers(self) -> set[tuple[int, int]]:
         """Pairs of ranks that messages travel between, in either direction."""
-        return {(a, b) for a, b in pairwise(self.rank_of) if a != b}
+        n = self.stages_of_model
+        copies = (self.rank_of[first : first + n] for first in range(0, self.num_stages, n))
+        return {(a, b) for copy in copies for a, b in pairwise(copy) if a != b}
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,49 @@
+"""Two copies of every stage train as one model does: gradients are the sums of both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from both_ways import both_ways
+from found_on_ranks import whole
+from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from ranks import RankPools
+
+from megatron_zb.schedules.schedule import Schedule
+
+M = 8
+BASE = GPTCase(tied=False, layers=8)
+
+
+def gradients_of(
+    case: GPTCase, schedule: Schedule | None, units: list[int]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and gradients of some of the microbatches, under a schedule or Megatron's own."""
+    with built(case, schedule, len(units)) as (adapter, chunks):
+        function = adapter.forward_backward_func if adapter else get_forward_backward_func()
+        data = [
+            iter([b for i, b in enumerate(microbatches(case, M)) if i in units]) for _ in chunks
+        ]
+        records = forward_backward(function, chunks, data, len(units))
+        return [float(it["lm loss"]) for it in records], dict(gradients(chunks))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("split", [False, True])
+def test_gradients_are_the_sums_of_those_of_both_directions(
+    ranks: RankPools, chunks: int, split: bool
+) -> None:
+    schedule = both_ways(4, M, chunks, split=split)
+    losses, ours = whole(
+        ranks(4).run(gradients_of, case=BASE, schedule=schedule, units=[*range(M)])
+    )
+    (there, first), (back, second) = (
+        whole(ranks(4).run(gradients_of, case=BASE, schedule=None, units=[*range(way, M, 2)]))
+        for way in (0, 1)
+    )
+    assert losses == [[x for pair in zip(there[0], back[0], strict=True) for x in pair]]
+    assert ours.keys() == first.keys() == second.keys()
+    for name, value in ours.items():
+        # each direction's mean is over half of the microbatches
+        assert torch.equal(value, (first[name] + second[name]) / 2), name
