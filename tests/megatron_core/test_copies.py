@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from both_ways import both_ways
+from brief_searches import briefly
+from checkpoint_jobs import Job
 from found_on_ranks import whole
 from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -47,3 +53,43 @@ def test_gradients_are_the_sums_of_those_of_both_directions(
     for name, value in ours.items():
         # each direction's mean is over half of the microbatches
         assert torch.equal(value, (first[name] + second[name]) / 2), name
+
+
+def losses_after_checkpoints(
+    case: GPTCase, schedules: list[Schedule | str | None], folder: Path
+) -> list[list[float]]:
+    """Losses of two steps after a checkpoint of the first schedule, loaded under each."""
+    found = []
+    for number, schedule in enumerate([schedules[0], *schedules]):
+        with briefly(), built(case, schedule, 4) as (adapter, chunks):
+            job = Job(case, adapter, chunks)
+            if number:
+                job.load(folder)
+            else:
+                job.train(2)
+                job.save(folder)
+            found.append(job.train(1) + job.train(1))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("p", "chunks", "more"),
+    [
+        (4, 1, {}),
+        (4, 2, {}),
+        (2, 1, {"data_parallel": 2}),
+        (2, 2, {"data_parallel": 2, "distributed_optimizer": True}),
+    ],
+)
+def test_a_checkpoint_is_that_of_one_model(
+    ranks: RankPools, tmp_path: Path, p: int, chunks: int, more: dict[str, Any]
+) -> None:
+    case = replace(BASE, **more)
+    schedules = [both_ways(p, 4, chunks), None, "v-half"]
+    for found in ranks(4).run(
+        losses_after_checkpoints, case=case, schedules=schedules, folder=tmp_path
+    ):
+        on, resumed, *others = found
+        assert resumed == on
+        for other in others:
+            assert other == pytest.approx(on, rel=1e-5)
