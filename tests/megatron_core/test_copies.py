@@ -35,24 +35,47 @@ def gradients_of(
         return [float(it["lm loss"]) for it in records], dict(gradients(chunks))
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+EXPERTS = (
+    ("num_moe_experts", 4),
+    ("moe_router_topk", 2),
+    ("moe_ffn_hidden_size", 32),
+    ("moe_aux_loss_coeff", 0.5),
+    ("add_bias_linear", False),
+)
+CASES = {
+    "chimera": (4, 1, BASE),
+    "bitpipe": (4, 2, BASE),
+    "experts": (2, 2, replace(BASE, options=EXPERTS)),
+    "replicas": (2, 1, replace(BASE, data_parallel=2)),
+    "three": (3, 1, replace(BASE, layers=6)),
+    "unwrapped": (3, 2, replace(BASE, layers=6, wrapped=False)),
+}
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_are_the_sums_of_those_of_both_directions(
-    ranks: RankPools, chunks: int, split: bool
+    ranks: RankPools, name: str, split: bool
 ) -> None:
-    schedule = both_ways(4, M, chunks, split=split)
-    losses, ours = whole(
-        ranks(4).run(gradients_of, case=BASE, schedule=schedule, units=[*range(M)])
-    )
+    p, chunks, case = CASES[name]
+    pool = ranks(p * case.data_parallel)
+    schedule = both_ways(p, M, chunks, split=split)
+    losses, ours = whole(pool.run(gradients_of, case=case, schedule=schedule, units=[*range(M)]))
     (there, first), (back, second) = (
-        whole(ranks(4).run(gradients_of, case=BASE, schedule=None, units=[*range(way, M, 2)]))
+        whole(pool.run(gradients_of, case=case, schedule=None, units=[*range(way, M, 2)]))
         for way in (0, 1)
     )
-    assert losses == [[x for pair in zip(there[0], back[0], strict=True) for x in pair]]
+    for ours_of, there_of, back_of in zip(losses, there, back, strict=True):
+        assert ours_of == [x for pair in zip(there_of, back_of, strict=True) for x in pair]
     assert ours.keys() == first.keys() == second.keys()
-    for name, value in ours.items():
+    for key, value in ours.items():
         # each direction's mean is over half of the microbatches
-        assert torch.equal(value, (first[name] + second[name]) / 2), name
+        expected = (first[key] + second[key]) / 2
+        if case.data_parallel > 1:  # which adds up the replicas of a direction first
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-8, msg=key)
+        else:
+            assert torch.equal(value, expected), key
 
 
 def losses_after_checkpoints(
