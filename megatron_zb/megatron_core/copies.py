@@ -1,22 +1,24 @@
 """Training of two copies of every stage, for microbatches that come in from either end.
 
-A microbatch passes the stages of one copy. Both copies of a stage begin with the same weights. At
-the end of a step their gradients are added up on both, before the reduction over data-parallel
-ranks, so that both take the same optimizer step. The second copy is left out of gradient norms and
-of checkpoints: a checkpoint is that of one model, for any schedule.
+A microbatch passes the stages of one copy. Both copies of a stage begin with the same weights. When
+the last W of a stage has run, X hands its gradient over to the rank of the copy, and Y adds what
+has come from there. So both have the same gradient before it is reduced over data-parallel ranks,
+and take the same optimizer step. The second copy is left out of gradient norms and of checkpoints:
+a checkpoint is that of one model, for any schedule.
 
 See :mod:`megatron_zb.schedules.features.two_directions` for the order of the passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.utils import unwrap_model
 from torch.utils._pytree import tree_map_only
@@ -26,16 +28,9 @@ from megatron_zb.megatron_core.model_ends import gradient_of
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.step import Step, StepPart, device
 from megatron_zb.runtime.channels import new_groups
-from megatron_zb.schedules.passes import PassKind
-
-
-class _Held(NamedTuple):
-    """A stage of this rank: its chunk, its place in the model, and the ranks of its copies."""
-
-    chunk: int
-    stage: int
-    place: int
-    ranks: tuple[int, ...]
+from megatron_zb.runtime.executor import Allocate, Handler
+from megatron_zb.schedules.features.two_directions import X, Y
+from megatron_zb.schedules.passes import Message, PassKind
 
 
 class CopiesPart(StepPart):
@@ -46,14 +41,15 @@ class CopiesPart(StepPart):
     """
 
     fact = "has_copies"
+    handlers: Mapping[PassKind, Handler] = {
+        X: lambda stage, microbatch: _handed_over(stage.model_chunk),
+        Y: lambda stage, microbatch, received: _add(stage.model_chunk, received),
+    }
 
     def __init__(self, physical: PhysicalPlacement) -> None:
-        self._placement = physical.placement
-        self._physical = physical
-        self._pairs: dict[int, Any] = {}
-        """Process groups of the copies of a stage, by its chunk on this rank."""
-        self._ends: Any = None
-        """Group of the ranks with an output layer, for objects."""
+        self._physical, self._placement = physical, physical.placement
+        self._pipeline: Any = None
+        """Group of the ranks of a pipeline, for objects of the host."""
         self._are_checked = False
 
     # --- the model
@@ -64,19 +60,24 @@ class CopiesPart(StepPart):
         Raises:
             UsageError: the output layer is tied to the embedding.
         """
-        from megatron.core import parallel_state
-
-        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         for number, chunk in enumerate(chunks):
             if getattr(chunk, "share_embeddings_and_output_weights", False):
                 raise UsageError(
                     "two copies of every stage need an output layer with its own weights: give "
                     "--untie-embeddings-and-output-weights, or a schedule with one copy"
                 )
-            if self._physical.stage(pp_rank, number) >= self._placement.stages_of_model:
+            if self._stage(number) >= self._placement.stages_of_model:
                 for parameter in chunk.parameters():
                     parameter.shared = True  # what Megatron leaves out of norms
                 chunk.sharded_state_dict = partial(_not_saved, chunk.sharded_state_dict)
+
+    def _stage(self, chunk: int) -> int:
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        return self._physical.stage(pp_rank, chunk)
+
+    def _place(self, chunk: int) -> int:
+        """Return the place in the model of the stage of a chunk."""
+        return self._placement.stage_of_model(self._stage(chunk))
 
     # --- a step
 
@@ -84,76 +85,48 @@ class CopiesPart(StepPart):
         """Let each chunk read the microbatches that pass it.
 
         Raises:
-            UsageError: the copies of a stage have other weights.
+            UsageError: the copies of a stage have other weights, or the step was planned for
+                unequal microbatches.
         """
-        if not self._pairs:
-            self._connect(step)
+        if step.order is not None or step.lengths is not None:
+            raise UsageError(
+                f"{step.program.schedule.name}: steps of two copies are not planned for unequal "
+                "microbatches: do not give their lengths, or choose a schedule with one copy"
+            )
+        if self._pipeline is None:
+            ranks = step.physical.pipeline_ranks(step.pg_collection.pp)
+            (self._pipeline,) = new_groups([ranks], "gloo")
         if not self._are_checked and not step.forward_only:
-            self._check_equal(step.model)
             self._are_checked = True
-        iterators = list(step.data_iterators)
-        for held in self._held(step):
-            if iterators[held.chunk] is not None:
-                units = _units_on(step, held.stage)
-                iterators[held.chunk] = _Passing(iterators[held.chunk], units)
-        step.data_iterators = iterators
+            self._check_equal(step.model)
+        step.data_iterators = [
+            iterator and _Passing(iterator, _units_on(step, self._stage(chunk)))
+            for chunk, iterator in enumerate(step.data_iterators)
+        ]
+
+    def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
+        stage.model_chunk = step.model[stage.chunk]
+
+    def allocation(self, usual: Allocate, step: Step) -> Allocate:
+        def allocate(message: Message) -> torch.Tensor:
+            if message.made_by is not X:
+                return usual(message)
+            gradients = _gradients(step.model[self._placement.chunk_of(message.stage)])
+            dtype = reduce(torch.promote_types, [it.dtype for it in gradients])
+            numbers = sum(it.numel() for it in gradients)
+            return torch.empty(numbers, dtype=dtype, device=gradients[0].device)
+
+        return allocate
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
         yield
         if step.is_warm_up:
             return
-        for held in self._held(step):
-            iterator = step.data_iterators[held.chunk]
-            if isinstance(iterator, _Passing):
+        for iterator in step.data_iterators:
+            if iterator is not None:
                 iterator.finish(step.num_microbatches)
         self._gather_records(step)
-        if not step.forward_only:
-            for held in self._held(step):
-                self._add_up(step.model, held)
-
-    def _held(self, step: Step) -> list[_Held]:
-        """Return the stages of this rank in the order of the model, which its copies share."""
-        placement, n = self._placement, self._placement.stages_of_model
-        ranks = step.physical.pipeline_ranks(step.pg_collection.pp)
-        found = []
-        for chunk in range(placement.chunks):
-            stage = step.physical.stage(step.pp_rank, chunk)
-            place = placement.stage_of_model(stage)
-            copies = range(place, placement.num_stages, n)
-            of_copies = tuple(ranks[placement.rank_of[s]] for s in copies)
-            found.append(_Held(chunk, stage, place, of_copies))
-        return sorted(found, key=lambda it: it.place)
-
-    def _connect(self, step: Step) -> None:
-        """Make the groups of this rank; collective over the job."""
-        placement, n = self._placement, self._placement.stages_of_model
-        ranks = step.physical.pipeline_ranks(step.pg_collection.pp)
-        held = self._held(step)
-        apart = [it for it in held if len(set(it.ranks)) > 1]
-        made = new_groups([sorted(it.ranks) for it in apart])
-        self._pairs = {it.chunk: group for it, group in zip(apart, made, strict=True)}
-        ends = sorted({ranks[placement.rank_of[s]] for s in range(n - 1, placement.num_stages, n)})
-        mine = [ends] if dist.get_rank() in ends else []
-        self._ends = next(iter(new_groups(mine, "gloo")), None)
-
-    # --- gradients
-
-    def _add_up(self, model: Sequence[Any], held: _Held) -> None:
-        """Add up the gradients of the copies of a stage, on each of them."""
-        if held.chunk in self._pairs:
-            for gradients in _gradients(model[held.chunk]):
-                dist.all_reduce(gradients, group=self._pairs[held.chunk])
-            return
-        if held.stage != held.place:
-            return  # done with the first copy, which this rank has, too
-        other = self._chunk_of_copy(held)
-        for one, copy in zip(_gradients(model[held.chunk]), _gradients(model[other]), strict=True):
-            one.add_(copy)
-            copy.copy_(one)
-
-    def _chunk_of_copy(self, held: _Held) -> int:
-        return self._placement.chunk_of(held.place + self._placement.stages_of_model)
 
     def _check_equal(self, model: Sequence[Any]) -> None:
         """Compare the weights of the copies of each stage, by two sums of each weight.
@@ -161,50 +134,39 @@ class CopiesPart(StepPart):
         Raises:
             UsageError: they differ.
         """
-        for chunk, group in sorted(self._pairs.items(), key=lambda it: self._place_of(it[0])):
-            own = _fingerprint(model[chunk])
-            smallest, largest = own.clone(), own.clone()
-            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-            if not torch.equal(smallest, largest):
+        own = [(self._place(n), _fingerprint(chunk)) for n, chunk in enumerate(model)]
+        seen: dict[int, list[float]] = {}
+        for place, sums in (it for of_rank in self._of_all(own) for it in of_rank):
+            if seen.setdefault(place, sums) != sums:
                 raise UsageError(
-                    f"the two copies of stage {self._place_of(chunk)} of the model begin with "
-                    "other weights: load one checkpoint into both, or let layers draw their "
-                    "weights with --pipeline-random-streams layer"
+                    f"the two copies of stage {place} of the model begin with other weights: load "
+                    "one checkpoint into both, or give --pipeline-random-streams layer"
                 )
 
-    def _place_of(self, chunk: int) -> int:
-        from megatron.core import parallel_state
-
-        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        return self._physical.stage_of_model(pp_rank, chunk)
-
-    # --- losses
+    def _of_all(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self._pipeline.size()
+        dist.all_gather_object(found, value, group=self._pipeline)
+        return found
 
     def _gather_records(self, step: Step) -> None:
-        """Put the records of both output layers together on Megatron's last rank, with tokens.
+        """Put the records of both output layers, and their tokens, together on the last rank.
 
-        Another rank with an output layer gives its own away, as Megatron's ranks before the last
-        one have none.
+        Megatron looks for them there, and no other rank has any.
         """
-        if self._ends is None:
-            return
-        n = self._placement.stages_of_model
-        own = next(it.stage for it in self._held(step) if it.place == n - 1)
-        units = _units_on(step, own)
+        last = self._placement.stages_of_model - 1
+        ends = (n for n in range(self._placement.chunks) if self._place(n) == last)
+        units = [unit for n in ends for unit in _units_on(step, self._stage(n))]
         records = dict(zip(units, step.forward_data_store, strict=True))
         on_host = tree_map_only(torch.Tensor, lambda it: it.detach().cpu(), records)
-        of_all: list[Any] = [None] * self._ends.size()
-        dist.all_gather_object(of_all, (on_host, int(step.total_num_tokens)), group=self._ends)
+        of_all = self._of_all((on_host, int(step.total_num_tokens)))
         found = {unit: it for records, _ in of_all for unit, it in records.items()}
-        is_last = step.pp_rank == self._placement.pipeline_size - 1
-        back: Callable[[Any], Any] = lambda it: it.to(device())  # noqa: E731
-        step.forward_data_store[:] = (
-            [tree_map_only(torch.Tensor, back, found[unit]) for unit in sorted(found)]
-            if is_last
-            else []
-        )
-        step.total_num_tokens.fill_(sum(tokens for _, tokens in of_all) if is_last else 0)
+        step.total_num_tokens.zero_()
+        step.forward_data_store.clear()
+        if step.pp_rank == self._placement.pipeline_size - 1:
+            step.total_num_tokens += sum(tokens for _, tokens in of_all)
+            in_order = [found[unit] for unit in sorted(found)]
+            here = device()
+            step.forward_data_store += tree_map_only(torch.Tensor, lambda it: it.to(here), in_order)
 
 
 def _units_on(step: Step, stage: int) -> Sequence[int]:
@@ -245,16 +207,42 @@ class _Passing:
         return getattr(self.__dict__["_iterator"], name)
 
 
+# --- gradients
+
+
 def _gradients(chunk: Any) -> list[torch.Tensor]:
     """Return the gradients of a chunk: buffers of data parallelism, or those of each weight."""
-    if hasattr(chunk, "buffers") and hasattr(chunk, "finish_grad_sync"):
+    if hasattr(chunk, "finish_grad_sync"):
         return [it.grad_data for it in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return [gradient_of(weight) for weight in chunk.parameters() if weight.requires_grad]
 
 
-def _fingerprint(chunk: Any) -> torch.Tensor:
+def _flat(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([it.reshape(-1) for it in gradients])
+
+
+def _handed_over(chunk: Any) -> torch.Tensor:
+    """Run X: return the gradients of a chunk in a tensor of their own, as Y will change them."""
+    return _flat(_gradients(chunk))
+
+
+def _add(chunk: Any, received: torch.Tensor) -> None:
+    """Run Y: add the gradients of the copy."""
+    gradients = _gradients(chunk)
+    parts = received.split([it.numel() for it in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.add_(part.view_as(gradient))
+
+
+def _fingerprint(chunk: Any) -> list[float]:
     weights = [it.detach().double() for it in unwrap_model(chunk).parameters()]
-    return torch.stack([s for it in weights for s in (it.sum(), it.square().sum())])
+    sums: list[float] = torch.stack(
+        [s for it in weights for s in (it.sum(), it.square().sum())]
+    ).tolist()
+    return sums
+
+
+# --- checkpoints
 
 
 def _not_saved(original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

@@ -46,6 +46,11 @@ class PhysicalPlacement:
     def mirrored(self) -> bool:
         return self.placement.mirrored
 
+    @property
+    def has_other_ends(self) -> bool:
+        """Whether an end of the model is on a rank where Megatron does not look for it."""
+        return self.mirrored or self.placement.copies > 1
+
     def logical(self, pp_rank: int) -> int:
         """Return the logical rank of a physical pipeline rank, or the physical of a logical one."""
         return self.placement.pipeline_rank(pp_rank)

@@ -88,8 +88,8 @@ def conditions(asked: Asked) -> dict[str, str]:
     given.
     """
     value, choice, table, placements = asked.value, asked.choice, asked.table, asked.placements
-    # both ends of the model are on one rank
-    mirrored = [each.rank_of[-1] != each.pipeline_size - 1 for each in placements]
+    # both ends of the model are on one rank, or one of its copies begins where another one ends
+    in_a_v = [each.mirrored or each.copies > 1 for each in placements]
     chosen = f"{STREAMS_FLAG} layer"
     if value("pipeline_random_streams") != "layer":
         chosen = f"{chosen}, which {choice} brings,"
@@ -98,7 +98,8 @@ def conditions(asked: Asked) -> dict[str, str]:
         "one_chunk": (placements and all(each.chunks == 1 for each in placements), choice),
         "chunks": (placements and all(each.chunks > 1 for each in placements), choice),
         "inner_stages": (placements and all(each.num_stages > 2 for each in placements), choice),
-        "v": (mirrored and all(mirrored), choice),
+        "v": (in_a_v and all(in_a_v), choice),
+        "two_ways": (placements and all(each.copies > 1 for each in placements), choice),
         "split": (asked.splits, choice),
         "fixed_order": (asked.has_fixed_order, choice),
         "graphs": (value("graphs") != "none", f"CUDA graphs ({value('graphs')})"),

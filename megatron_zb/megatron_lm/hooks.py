@@ -70,7 +70,7 @@ class StageData:
     @property
     def is_placed(self) -> bool:
         """Whether other stages read data than those that Megatron-LM expects to."""
-        return self._adapter.physical.mirrored or self._on_every_stage
+        return self._adapter.physical.has_other_ends or self._on_every_stage
 
     @property
     def _on_every_stage(self) -> bool:
@@ -305,7 +305,7 @@ class ScheduledRun:
             models.check_model(
                 chunk,
                 self.adapter.schedule.name,
-                self.adapter.physical.mirrored,
+                self.adapter.physical.has_other_ends,
                 self.adapter.draws_by_layer,
             )
             for built, settings in before:
@@ -458,7 +458,7 @@ class _Hooks:
         from megatron.training import training, utils
 
         every = partial(when, lambda: self._stage_data(lambda run: True))
-        in_a_v = partial(when, lambda: self._stage_data(_is_mirrored))
+        in_a_v = partial(when, lambda: self._stage_data(_has_other_ends))
         placed = partial(when, lambda: self._stage_data(lambda run: run.stage_data.is_placed))
         for module, name, hook in (
             (parallel_state, "is_pipeline_first_stage", in_a_v(StageData.is_first_stage)),
@@ -535,7 +535,7 @@ class _Hooks:
 
     def _run_in_a_v(self) -> ScheduledRun | None:
         run = self._run
-        return run if run is not None and _is_mirrored(run) else None
+        return run if run is not None and _has_other_ends(run) else None
 
     # --- arguments
 
@@ -642,8 +642,8 @@ class _Hooks:
         return loaded
 
 
-def _is_mirrored(run: ScheduledRun) -> bool:
-    return run.adapter.physical.mirrored
+def _has_other_ends(run: ScheduledRun) -> bool:
+    return run.adapter.physical.has_other_ends
 
 
 def _check_data(loaded: Any, args: Any, data: data_contents.Record) -> None:

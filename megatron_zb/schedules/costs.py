@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import mul
 from statistics import median
 from typing import ClassVar, NamedTuple, TypeVar
@@ -303,15 +304,17 @@ class Costs:
                 f"costs are for {self.pipeline_size} pipeline ranks, "
                 f"the placement has {placement.pipeline_size}"
             )
-        there, back = _latencies(self, placement)
-        none = (0.0,) * placement.num_stages
+        stages, links = placement.num_stages, [*pairwise(placement.rank_of)]
+        there = (*(latency(self, a, b) for a, b in links), 0.0)
+        back = (0.0, *(latency(self, b, a) for a, b in links))
+        none = (0.0,) * stages
         seconds = {kind: seconds_of(self, of, placement) for kind, of in self.seconds.items()}
         seconds.setdefault(_BW, added(seconds[_B], seconds[_W]))
         rows = {id(row): row.for_placement(placement) for row in self.microbatches}
         table = StageCosts(
             seconds=seconds | {_R: seconds[_F], _D: none, _H: none},
             latency={_F: there, _B: back, _BW: back, _W: none},
-            memory={name: of_stages(of, placement) for name, of in self.memory.items()},
+            memory={name: resampled(of, stages) for name, of in self.memory.items()},
             microbatches=tuple(rows[id(row)] for row in self.microbatches),
         )
         for feature in self.features:
@@ -367,27 +370,10 @@ def latency(costs: Costs, source: int, target: int) -> float:
     return 0.0 if source == target else costs.p2p[source][target]
 
 
-def of_stages(values: Table, placement: Placement) -> Table:
-    """Spread slices over the stages of a placement, all of them over each copy of the model."""
-    return resampled(values, placement.stages_of_model) * placement.copies
-
-
-def _latencies(costs: Costs, placement: Placement) -> tuple[Table, Table]:
-    """Return the seconds of the message of each stage to the next one, and to the one before."""
-    there: list[float] = []
-    back: list[float] = []
-    for stage, rank in enumerate(placement.rank_of):
-        place = placement.stage_of_model(stage)
-        is_last = place + 1 == placement.stages_of_model
-        there.append(0.0 if is_last else latency(costs, rank, placement.rank_of[stage + 1]))
-        back.append(latency(costs, rank, placement.rank_of[stage - 1]) if place else 0.0)
-    return tuple(there), tuple(back)
-
-
 def seconds_of(costs: Costs, values: Table, placement: Placement) -> Table:
     """Return the seconds of each stage, as slow as its rank is, from those of each slice."""
     slowdown = [costs.slowdown[r] for r in placement.rank_of]
-    return tuple(map(mul, of_stages(values, placement), slowdown))
+    return tuple(map(mul, resampled(values, placement.num_stages), slowdown))
 
 
 def by_slice(costs: Costs, values: float | Sequence[float]) -> Table:

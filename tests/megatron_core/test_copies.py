@@ -8,14 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from both_ways import both_ways
 from brief_searches import briefly
 from checkpoint_jobs import Job
 from found_on_ranks import whole
-from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
+from gpt_cases import (
+    GPTCase,
+    _zero_gradients,
+    built,
+    forward_backward,
+    gradients,
+    microbatches,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from ranks import RankPools
 
+from megatron_zb import schedules
+from megatron_zb.megatron_core.random_streams import global_parameters
 from megatron_zb.schedules.schedule import Schedule
 
 M = 8
@@ -43,24 +52,26 @@ EXPERTS = (
     ("add_bias_linear", False),
 )
 CASES = {
-    "chimera": (4, 1, BASE),
-    "bitpipe": (4, 2, BASE),
-    "experts": (2, 2, replace(BASE, options=EXPERTS)),
-    "replicas": (2, 1, replace(BASE, data_parallel=2)),
-    "three": (3, 1, replace(BASE, layers=6)),
-    "unwrapped": (3, 2, replace(BASE, layers=6, wrapped=False)),
+    "chimera": ("chimera", 4, BASE),
+    "bitpipe": ("bitpipe", 4, BASE),
+    "experts": ("bitpipe", 2, replace(BASE, options=EXPERTS)),
+    "replicas": ("chimera", 2, replace(BASE, data_parallel=2)),
+    "unwrapped": ("bitpipe", 2, replace(BASE, wrapped=False)),
+    "bf16": ("chimera", 2, replace(BASE, dtype="bfloat16")),
 }
 
 
+def both_ways(name: str, p: int, m: int) -> Schedule:
+    with briefly():
+        return schedules.build(name, pipeline_size=p, num_microbatches=m)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_the_sums_of_those_of_both_directions(
-    ranks: RankPools, name: str, split: bool
-) -> None:
-    p, chunks, case = CASES[name]
+def test_gradients_are_the_sums_of_those_of_both_directions(ranks: RankPools, name: str) -> None:
+    schedule_name, p, case = CASES[name]
     pool = ranks(p * case.data_parallel)
-    schedule = both_ways(p, M, chunks, split=split)
+    schedule = both_ways(schedule_name, p, M)
     losses, ours = whole(pool.run(gradients_of, case=case, schedule=schedule, units=[*range(M)]))
     (there, first), (back, second) = (
         whole(pool.run(gradients_of, case=case, schedule=None, units=[*range(way, M, 2)]))
@@ -95,20 +106,20 @@ def losses_after_checkpoints(
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("p", "chunks", "more"),
+    ("p", "name", "more"),
     [
-        (4, 1, {}),
-        (4, 2, {}),
-        (2, 1, {"data_parallel": 2}),
-        (2, 2, {"data_parallel": 2, "distributed_optimizer": True}),
+        (4, "bitpipe", {}),
+        (2, "chimera", {"data_parallel": 2}),
+        (2, "bitpipe", {"data_parallel": 2, "distributed_optimizer": True}),
     ],
 )
 def test_a_checkpoint_is_that_of_one_model(
-    ranks: RankPools, tmp_path: Path, p: int, chunks: int, more: dict[str, Any]
+    ranks: RankPools, tmp_path: Path, p: int, name: str, more: dict[str, Any]
 ) -> None:
     case = replace(BASE, **more)
-    schedules = [both_ways(p, 4, chunks), None, "v-half"]
+    schedules = [both_ways(name, p, 4), None, "v-half"]
     for found in ranks(4).run(
         losses_after_checkpoints, case=case, schedules=schedules, folder=tmp_path
     ):
@@ -116,3 +127,59 @@ def test_a_checkpoint_is_that_of_one_model(
         assert resumed == on
         for other in others:
             assert other == pytest.approx(on, rel=1e-5)
+
+
+def evaluated(case: GPTCase, adapter: Any, chunks: list[Any]) -> list[float]:
+    """Losses of an evaluation, after which the next step goes on."""
+    data = [microbatches(case, 4, 100) for _ in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    records = forward_backward(adapter.forward_backward_func, chunks, data, 4, forward_only=True)
+    for chunk in chunks:
+        chunk.train()
+    return [float(it["lm loss"]) for it in records]
+
+
+def clipped_steps(case: GPTCase, schedule: Schedule | str) -> tuple[list[Any], dict[str, Any]]:
+    """Losses and norms of steps that are clipped, read from one iterator, and the weights."""
+    config = OptimizerConfig(optimizer="adam", lr=0.01, clip_grad=0.1)
+    with briefly(), built(case, schedule, 5, lambda: 0) as (adapter, chunks):
+        assert adapter is not None
+        adam = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+        data = [microbatches(case, 15) for _ in chunks]
+        found: list[Any] = []
+        for _ in range(3):
+            _zero_gradients(chunks)
+            records = forward_backward(adapter.forward_backward_func, chunks, data, 5)
+            _, norm, _ = adam.step()
+            losses = [float(it["lm loss"]) for it in records]
+            found.append((losses, norm, evaluated(case, adapter, chunks)))
+        weights = {k: w.detach() for it in chunks for k, w in global_parameters(it).items()}
+        is_end = bool(found[-1][0])
+        return found if is_end else [], weights
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case",
+    [replace(BASE, dropout=0.1), replace(BASE, per_token_loss=True)],
+    ids=["dropout", "tokens"],
+)
+@pytest.mark.parametrize("name", ["chimera", "bitpipe"])
+def test_steps_are_those_of_one_model(ranks: RankPools, case: GPTCase, name: str) -> None:
+    """Each weight counts once in a norm; the next step reads on; an odd microbatch has no twin."""
+    (ours,), weights = whole(ranks(2).run(clipped_steps, case=case, schedule=both_ways(name, 2, 5)))
+    (theirs,), expected = whole(ranks(2).run(clipped_steps, case=case, schedule="1f1b"))
+    assert len(ours) == 3
+    for (losses, norm, later), (their_losses, their_norm, their_later) in zip(
+        ours, theirs, strict=True
+    ):
+        assert losses == pytest.approx(their_losses, rel=1e-5)
+        assert norm == pytest.approx(their_norm, rel=1e-5)
+        assert norm > 0.1
+        assert len(later) == 4
+        assert later == pytest.approx(their_later, rel=1e-5)
+    assert ours[0][0] == theirs[0][0]
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5, msg=name)
