@@ -59,26 +59,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_show(commands: Commands) -> None:
-    from megatron_zb import schedules
     from megatron_zb.cli import show
     from megatron_zb.cli.extensions import extensions
+    from megatron_zb.schedules import catalog
 
     summary = "draw a schedule and its memory in the terminal, as a picture or as a page"
     added = extensions()
-    names = [*schedules.names(), *(extension.NAME for extension in added)]
+    names = [*catalog.all_names(), *(extension.NAME for extension in added)]
     helps = [show.SHOW_HELP, *(extension.SHOW_HELP for extension in added)]
     description = "\n".join([*helps, f"schedules: {', '.join(names)}"])
     show.add_show(add_command(commands, "show", show.show, summary, description))
 
 
 def _add_export(commands: Commands) -> None:
-    from megatron_zb import schedules
     from megatron_zb.cli import show
     from megatron_zb.cli.extensions import extensions
+    from megatron_zb.schedules import catalog
 
     summary = "write a schedule for torch.distributed.pipelining or a trace viewer"
     helps = [show.EXPORT_HELP, *(extension.EXPORT_HELP for extension in extensions())]
-    description = "\n".join([*helps, f"schedules: {', '.join(schedules.names())}"])
+    description = "\n".join([*helps, f"schedules: {', '.join(catalog.all_names())}"])
     show.add_export(add_command(commands, "export", show.export, summary, description))
 
 

@@ -254,7 +254,11 @@ def _report(timeline: schedules.Timeline) -> schedules.Report:
     """Return the report of a table, with the lower bound within the memory that it takes itself."""
     schedule = timeline.schedule
     bound = lower_bound(
-        schedule.placement, schedule.num_microbatches, timeline.costs, timeline.peak_memory
+        schedule.placement,
+        schedule.num_microbatches,
+        timeline.costs,
+        timeline.peak_memory,
+        schedule.rules.grain,
     )
     return schedules.Report(timeline.makespan, bound)
 

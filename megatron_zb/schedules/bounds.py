@@ -11,25 +11,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import sub
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.stage_costs import StageCosts, communicates
+from megatron_zb.schedules.stage_costs import StageCosts, Table, communicates
 
 _F, _B, _W, _BW, _R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R
 _O, _P, _V = PassKind.O, PassKind.P, PassKind.V
 
 
 class Grain(NamedTuple):
-    """How units make microbatches: a number of slices each, with one W for all if ``joined``."""
+    """How units make microbatches: a number of slices each, with one W for all if ``joined``.
+
+    ``routes`` are the stages that each unit visits, None where all units visit all stages in turn.
+    """
 
     slices: int = 1
     joined: bool = False
+    routes: tuple[tuple[int, ...], ...] | None = None
 
 
 WHOLE = Grain()
@@ -98,10 +102,13 @@ class _Microbatch:
     Args:
         rows: costs of slice i.
         joined: one W runs for all slices, that of the first row.
+        held: stages of each rank, counted along the way of the microbatch.
     """
 
-    def __init__(self, rows: Sequence[StageCosts], *, joined: bool) -> None:
-        self.rows, self._joined = [shortest(row) for row in rows], joined
+    def __init__(
+        self, rows: Sequence[StageCosts], held: Sequence[Sequence[int]], *, joined: bool = False
+    ) -> None:
+        self.rows, self.held, self._joined = [shortest(row) for row in rows], held, joined
         self.hiding = [hidden(row) for row in self.rows]
 
     @cached_property
@@ -195,28 +202,47 @@ class _Step:
         self, placement: Placement, costs: StageCosts, num_units: int, grain: Grain
     ) -> None:
         self.placement, self.costs, self.grain, self.num_units = placement, costs, grain, num_units
+        if grain.routes is not None:
+            self._on_routes(grain.routes)
+            return
+        held = placement.stages_of
         if not costs.microbatches:
-            one = _Microbatch([costs] * grain.slices, joined=grain.joined)
-            self.counted, self.first, self.last = [(num_units // grain.slices, one)], one, one
+            one = _Microbatch([costs] * grain.slices, held, joined=grain.joined)
+            self.counted, self.firsts, self.lasts = [(num_units // grain.slices, one)], [one], [one]
             return
         rows, n = costs.microbatches, grain.slices
         keys = [tuple(map(id, rows[at : at + n])) for at in range(0, len(rows), n)]
         row_of = {id(row): row for row in rows}
         made = {
-            key: _Microbatch([row_of[each] for each in key], joined=grain.joined)
+            key: _Microbatch([row_of[each] for each in key], held, joined=grain.joined)
             for key in dict.fromkeys(keys)
         }
         self.counted = [(count, made[key]) for key, count in Counter(keys).items()]
-        self.first, self.last = made[keys[0]], made[keys[-1]]
+        self.firsts, self.lasts = [made[keys[0]]], [made[keys[-1]]]
+
+    def _on_routes(self, routes: Sequence[tuple[int, ...]]) -> None:
+        """Count the units of each route and cost; the first and the last of a route bound it."""
+        units = [(route, id(self.costs.of(j))) for j, route in enumerate(routes)]
+        row_of = {id(row): row for row in (self.costs, *self.costs.microbatches)}
+        made = {
+            (route, row): _Microbatch(
+                [_along(row_of[row], route)], _positions(self.placement, route)
+            )
+            for route, row in dict.fromkeys(units)
+        }
+        self.counted = [(count, made[key]) for key, count in Counter(units).items()]
+        first = {route: made[route, row] for route, row in reversed(units)}
+        last = {route: made[route, row] for route, row in units}
+        self.firsts, self.lasts = list(first.values()), list(last.values())
 
     def arrival(self, rank: int) -> float:
         """Return the earliest start of a rank."""
-        return self.first.arrival(self.placement.stages_of[rank][0])
+        starts = (it.arrival(it.held[rank][0]) for it in self.firsts if it.held[rank])
+        return min(starts, default=0.0)
 
     def work(self, rank: int) -> float:
         """Return the seconds of F, B and W of a rank."""
-        stages = self.placement.stages_of[rank]
-        return sum(count * sum(map(it.work, stages)) for count, it in self.counted)
+        return sum(count * sum(map(it.work, it.held[rank])) for count, it in self.counted)
 
     def whole_work(self, rank: int) -> float:
         """Return the seconds of all passes of a rank, with those of its shard."""
@@ -226,8 +252,8 @@ class _Step:
     def residencies(self, limit: Sequence[float]) -> list[float]:
         """Return the least seconds of each rank by Little's law."""
         taken = (
-            sum(count * it.memory_time(s) for count, it in self.counted for s in stages)
-            for stages in self.placement.stages_of
+            sum(count * it.memory_time(s) for count, it in self.counted for s in it.held[rank])
+            for rank in range(self.placement.pipeline_size)
         )
         return [of / most if most > 0 else 0.0 for of, most in zip(taken, limit, strict=True)]
 
@@ -236,17 +262,48 @@ class _Step:
 
         What only communicates at the beginning counts as a wait.
         """
-        stages = self.placement.stages_of[rank]
-        pieces = [(count, it, s) for count, it in self.counted for s in stages]
+        pieces = [(count, it, s) for count, it in self.counted for s in it.held[rank]]
+        if not pieces:
+            return 0.0
         forwards = [(count, *of) for count, it, s in pieces for of in it.forwards(s)]
         backwards = [(count, *of) for count, it, s in pieces for of in it.backwards(s)]
-        arrival, first = self.arrival(rank), self.first.first_backward(stages[-1])
-        exposed = min(it.exposed(stages) for _, it in self.counted)
+        ends = [[it for it in of if it.held[rank]] for of in (self.firsts, self.lasts)]
+        arrival = self.arrival(rank)
+        first = min(it.first_backward(it.held[rank][-1]) for it in ends[0])
+        rest = min(it.after_forwards(it.held[rank][-1]) for it in ends[1])
+        exposed = min(it.exposed(it.held[rank]) for _, it in self.counted)
         before = max(arrival + exposed * (first - arrival), first - _most(limit, forwards))
-        after = max(0.0, self.last.after_forwards(stages[-1]) - _most(limit, backwards))
+        after = max(0.0, rest - _most(limit, backwards))
         held = sum(count * memory for count, _, memory in forwards)
         holds_all = held <= limit * (1 + 1e-9)  # the limit may be a sum in another order
         return self.work(rank) + (max(before, after) if holds_all else before + after)
+
+
+_Name = TypeVar("_Name", PassKind, str)
+
+
+def _along(costs: StageCosts, route: Sequence[int]) -> StageCosts:
+    """Return the costs of the stages of a route, in the order of F."""
+
+    def along(tables: Mapping[_Name, Table]) -> dict[_Name, Table]:
+        return {name: tuple(of[s] for s in route) for name, of in tables.items()}
+
+    return replace(
+        costs,
+        seconds=along(costs.seconds),
+        latency=along(costs.latency),
+        memory=along(costs.memory),
+        exchange=along(costs.exchange),
+        microbatches=(),
+    )
+
+
+def _positions(placement: Placement, route: Sequence[int]) -> list[list[int]]:
+    """Return the stages of a route that each rank has, counted along the route."""
+    held: list[list[int]] = [[] for _ in range(placement.pipeline_size)]
+    for position, stage in enumerate(route):
+        held[placement.rank_of[stage]].append(position)
+    return held
 
 
 # --- recomputation and offload
@@ -371,7 +428,7 @@ def hidden(costs: StageCosts) -> StageCosts:
 
 def earliest_starts(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
     """Return the earliest start of the first microbatch on each rank, in seconds."""
-    first = _Microbatch([costs.of(0)], joined=False)
+    first = _Microbatch([costs.of(0)], placement.stages_of)
     return tuple(first.arrival(held[0]) for held in placement.stages_of)
 
 

@@ -14,6 +14,7 @@ from megatron_zb.schedules import placement as placements
 from megatron_zb.schedules.auto import auto, candidates, candidates_with_vocabulary
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, check_number
+from megatron_zb.schedules.features import two_directions
 from megatron_zb.schedules.features.adapters import Adapters, adapter_request, of_adapters
 from megatron_zb.schedules.features.part import Part
 from megatron_zb.schedules.features.recompute_or_offload import in_its_order
@@ -83,6 +84,11 @@ def _fill_of_v_min(p: int, rank: RankSeconds, chunks: int) -> float:
     return max(p - 1, 6 * p - 1 - 6 * ((p + 4) // 3)) * rank.forward / 2
 
 
+def _turns_of_both_ways(p: int, rank: RankSeconds, chunks: int) -> float:
+    whole = rank.total - rank.forward
+    return (p - 2) * max(rank.forward, whole) * 2 / chunks
+
+
 def _interval_of_v_half(rank: RankSeconds) -> float:
     return max(2 * rank.backward + rank.weight / 2, 2 * rank.forward + rank.weight / 2)
 
@@ -101,7 +107,8 @@ class Family:
     tell which choices it leaves to the user; ``peak`` is for the default ones. ``bubble`` is the
     formula of ``docs/schedules.md``; ``interval`` the least seconds between two microbatches, where
     they can be more than a rank computes: the V schedules with little memory lose in each one where
-    F, B and W are unequal. ``searches`` tells that building takes a search.
+    F, B and W are unequal. ``searches`` tells that building takes a search. ``copies`` are those of
+    the model: only a schedule with one can be run. ``prepare`` completes a request.
     """
 
     name: str
@@ -118,6 +125,8 @@ class Family:
     takes_group_size: bool = False
     chunk_step: int = 1
     aliases: tuple[str, ...] = ()
+    copies: int = 1
+    prepare: Callable[[Request], Request] = lambda request: request
 
     @property
     def chooses_placement(self) -> bool:
@@ -148,6 +157,14 @@ def _loop(p: int, chunks: int | None) -> Placement:
 
 def _zigzag(p: int, chunks: int | None) -> Placement:
     return placements.wave(p, chunks or families.WAVE_CHUNKS)
+
+
+def _two_ways(p: int, chunks: int | None) -> Placement:
+    return two_directions.both_ways(p, 1)
+
+
+def _two_vs(p: int, chunks: int | None) -> Placement:
+    return two_directions.both_ways(p, 2)
 
 
 _FAMILIES = (
@@ -291,12 +308,44 @@ _FAMILIES = (
     ),
 )
 
-_BY_NAME = {name: f for f in _FAMILIES for name in (f.name, *f.aliases)}
+_TWO_DIRECTIONS = (
+    Family(
+        "chimera",
+        two_directions.chimera,
+        min,
+        "half of the microbatches from each end, with two copies of the weights",
+        "Chimera, arXiv 2107.06925",
+        splits_backward=False,
+        placement=_two_ways,
+        bubble=_turns_of_both_ways,
+        copies=2,
+        prepare=partial(two_directions.directed, chunks=1),
+    ),
+    Family(
+        "bitpipe",
+        two_directions.bitpipe,
+        min,
+        "two Vs, one in mirror image of the other, with two copies of the weights",
+        "BitPipe, arXiv 2410.19367",
+        splits_backward=False,
+        placement=_two_vs,
+        bubble=_turns_of_both_ways,
+        copies=2,
+        prepare=partial(two_directions.directed, chunks=2),
+    ),
+)
+
+_BY_NAME = {name: f for f in (*_FAMILIES, *_TWO_DIRECTIONS) for name in (f.name, *f.aliases)}
 
 
 def names() -> list[str]:
-    """Return the names that :func:`build` takes, without aliases."""
+    """Return the names of schedules that can be run, without aliases."""
     return [f.name for f in _FAMILIES]
+
+
+def all_names() -> list[str]:
+    """Return the names that :func:`build` takes, without aliases."""
+    return [*names(), *(f.name for f in _TWO_DIRECTIONS)]
 
 
 def suggest(name: str) -> list[str]:
@@ -317,6 +366,17 @@ def family(name: str) -> Family:
         raise UsageError(
             f"unknown pipeline schedule '{name}': {hint}known are {', '.join(names())}"
         )
+    return found
+
+
+def family_to_run(name: str) -> Family:
+    """Look up a schedule for a training.
+
+    Raises:
+        UsageError: there is no such schedule, or it needs several copies of the model.
+    """
+    found = family(name)
+    two_directions.check_one_copy(found.name, found.copies)
     return found
 
 
@@ -343,7 +403,7 @@ def build(
     """Build a named schedule for the given costs.
 
     Args:
-        name: one of :func:`names`, or ``zbv``.
+        name: one of :func:`all_names`, or ``zbv``.
         pipeline_size: pipeline ranks p, 2 or more.
         num_microbatches: microbatches m per iteration, 1 or more; with adapters, theirs.
         costs: of passes and messages; equal ones (1, 1, 1, no p2p) when left out.
@@ -390,11 +450,25 @@ def build(
         costs = Costs.uniform(pipeline_size=pipeline_size, forward=1, backward=1, weight=1)
     check_number(costs, num_microbatches)
     slicing = Slicing.equal(slices) if isinstance(slices, int) else slices
+    request = chosen.prepare(
+        Request(
+            pipeline_size,
+            num_microbatches,
+            costs,
+            Limit.of(memory_limit, pipeline_size),
+            chunks=chunks,
+            group_size=group_size,
+            num_layers=num_layers,
+            placement=placement,
+            back_to_back=back_to_back,
+            quick=quick,
+        )
+    )
     raise_first(
         conflicts.refusals(
             conflicts.requested(
                 chosen.name,
-                costs,
+                request.costs,
                 has_fixed_order=not chosen.searches,
                 is_sliced=slicing.slices > 1,
                 has_adapters=adapters is not None,
@@ -403,18 +477,6 @@ def build(
         )
     )
     _check_placement(chosen, placement, pipeline_size, chunks)
-    request = Request(
-        pipeline_size,
-        num_microbatches,
-        costs,
-        Limit.of(memory_limit, pipeline_size),
-        chunks=chunks,
-        group_size=group_size,
-        num_layers=num_layers,
-        placement=placement,
-        back_to_back=back_to_back,
-        quick=quick,
-    )
     requests = [request]
     if slicing.slices > 1:
         requests = sliced_requests(request, slicing, may_join=chosen.searches)

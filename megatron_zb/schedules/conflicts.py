@@ -18,6 +18,7 @@ COMMUNICATION = "communication"
 PARTS, HOLDING_PARTS = "parts", "parts that hold memory"
 SLICES, GROUPS = "slices", "groups"
 ADAPTERS = "adapters"
+DIRECTIONS = "two directions"
 FIXED_ORDER, FIXED_WHOLE = "fixed order", "fixed order of whole microbatches"
 
 
@@ -54,6 +55,7 @@ _HELD = (
 )
 
 _OF_ONE = "its order is that of one training; leave one out"
+_BOTH_WAYS = "its passes are those of whole microbatches that keep every activation; leave one out"
 
 CONFLICTS = (
     Conflict(RECOMPUTATION, VOCABULARY, _ALL_KEPT),
@@ -72,6 +74,18 @@ CONFLICTS = (
     Conflict(ADAPTERS, PARTS, _OF_ONE),
     Conflict(ADAPTERS, COMMUNICATION, _OF_ONE),
     Conflict(GROUPS, VOCABULARY, "its order is searched for, and has no groups; leave one out"),
+    *(
+        Conflict(DIRECTIONS, other, _BOTH_WAYS)
+        for other in (
+            RECOMPUTATION,
+            OFFLOAD,
+            VOCABULARY,
+            COMMUNICATION,
+            PARTS,
+            SLICES,
+            ADAPTERS,
+        )
+    ),
 )
 
 

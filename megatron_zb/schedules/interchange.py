@@ -4,9 +4,10 @@ The table is the *compute-only* one that torch's pipeline runtime loads and dump
 rank, a cell for each pass, ``<stage><letter><microbatch>``. Its letters are F, I for the input
 gradient (our B), W, and B for a full backward (our BW). Empty cells are idle steps. Cells of
 torch's reductions of gradients over replicas, such as ``0REDUCE_GRAD``, are no passes and left out.
-Three things torch does not know: R, where activations are recomputed, O, P and V of schedules with
-a sharded output layer, in which the shard of rank r counts as stage S + r, and U, the update of a
-stage, of schedules whose units have owners.
+Four things torch does not know: R, where activations are recomputed, O, P and V of schedules with
+a sharded output layer, in which the shard of rank r counts as stage S + r, U, the update of a
+stage, of schedules whose units have owners, and X and Y of schedules in two directions, in which
+the copy of stage s counts as stage S + s.
 
 A pair is one cell, such as ``(0F1;2B0)OVERLAP_F_B``.
 """
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_zb import files
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules.features import two_directions
 from megatron_zb.schedules.features.part import Part
 from megatron_zb.schedules.features.vocabulary import (
     PREDICTION_KINDS,
@@ -45,7 +47,8 @@ from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.simulator import Timeline
 from megatron_zb.schedules.units import UPDATE
 
-_LETTER = {it.kind: it.letter or str(it.kind) for it in (*PREDICTION_KINDS, UPDATE)}
+_KINDS = (*PREDICTION_KINDS, UPDATE, *two_directions.EXCHANGE)
+_LETTER = {it.kind: it.letter or str(it.kind) for it in _KINDS}
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
 _OF_SHARDS = {it.kind for it in PREDICTION_KINDS if it.home not in (Home.STAGES, Home.INNER)}
 _CELL = re.compile(r"([0-9]+)([A-Z])([0-9]+)")
@@ -148,6 +151,8 @@ def from_csv(
     pairs = frozenset(cell.work for row in rows for cell in row if cell.paired)
     rules = rules_of(ranks)
     schedule = Schedule(name, placement, num_microbatches, ranks, rules=rules, pairs=pairs)
+    if any(p.kind is two_directions.Y for row in ranks for p in row):
+        schedule = two_directions.of_table(schedule)
     for part in parts:
         schedule = part.ruled(schedule)
     if change is not None:

@@ -18,8 +18,8 @@ class Placement:
     ``rank_of[s]`` is the logical rank of stage s. Chunk c of a rank is its c-th stage in model
     order, so a chunk index always rises along the model.
 
-    With several ``copies`` of the model, those of the first are the first stages, those of the
-    second one the next, and so on.
+    With several ``copies`` of the model, the stages of the first one come first: a microbatch
+    passes one of the copies.
     """
 
     name: str
@@ -52,6 +52,17 @@ class Placement:
         return self.num_stages // self.pipeline_size
 
     @property
+    def chunks_of_copy(self) -> int:
+        """Stages of one copy of the model on each rank: those that a microbatch passes there."""
+        return self.chunks // self.copies
+
+    @property
+    def ways(self) -> tuple[tuple[int, ...], ...]:
+        """Stages of each copy of the model, in the order of F."""
+        length = self.stages_of_model
+        return tuple(tuple(range(i * length, (i + 1) * length)) for i in range(self.copies))
+
+    @property
     def mirrored(self) -> bool:
         """Whether it runs on Megatron's pipeline ranks in mirror image.
 
@@ -76,9 +87,8 @@ class Placement:
     @property
     def peers(self) -> set[tuple[int, int]]:
         """Pairs of ranks that messages travel between, in either direction."""
-        n = self.stages_of_model
-        copies = (self.rank_of[first : first + n] for first in range(0, self.num_stages, n))
-        return {(a, b) for copy in copies for a, b in pairwise(copy) if a != b}
+        links = (pairwise(self.rank_of[s] for s in way) for way in self.ways)
+        return {(a, b) for of_way in links for a, b in of_way if a != b}
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:

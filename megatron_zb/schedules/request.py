@@ -253,10 +253,14 @@ class Request:
         """Return each rank's limit: memory of ``peak_microbatches``, or less if requested.
 
         Unequal microbatches count as the mean of the p consecutive ones that hold the most, so that
-        a family keeps the share of 1F1B's memory that it has for equal ones.
+        a family keeps the share of 1F1B's memory that it has for equal ones. Where a rank has
+        stages of several copies of the model, a microbatch counts as the mean of the copies.
         """
         costs, p, m = self.costs.for_placement(placement), self.pipeline_size, self.num_microbatches
-        own = [_memory_of(peak_microbatches, costs, held, p, m) for held in placement.stages_of]
+        all_copies = (
+            _memory_of(peak_microbatches, costs, held, p, m) for held in placement.stages_of
+        )
+        own = [memory / placement.copies for memory in all_copies]
         users = self.limit.per_rank(self.costs)
         return tuple(own) if users is None else tuple(map(min, own, users))
 

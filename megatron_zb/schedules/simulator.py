@@ -95,7 +95,7 @@ class Timeline:
 
     @cached_property
     def peak_activation(self) -> tuple[float, ...]:
-        schedule, chunks = self.schedule, self.schedule.placement.chunks
+        schedule, chunks = self.schedule, self.schedule.placement.chunks_of_copy
         return tuple(
             peak_held_chunks(rank, schedule.rules, schedule.recomputed) / chunks
             for rank in schedule.ranks
@@ -105,9 +105,10 @@ class Timeline:
     def microbatch(self) -> float:
         """Memory of a microbatch on 1F1B's first rank, in the unit of ``activation``.
 
-        That rank has the first p-th of the model, which is as many stages as a rank has chunks.
+        That rank has the first p-th of the model: as many stages as a rank has of one copy.
         """
-        return sum(self.costs.memory["activation"][: self.schedule.placement.chunks]) or 1.0
+        chunks = self.schedule.placement.chunks_of_copy
+        return sum(self.costs.memory["activation"][:chunks]) or 1.0
 
     @cached_property
     def peak_microbatches(self) -> tuple[float, ...]:

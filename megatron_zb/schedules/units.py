@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules.bounds import Grain
 from megatron_zb.schedules.kinds import At, Kind, Need
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
@@ -137,6 +138,10 @@ class UnitRules(TrainingRules):
     @property
     def routes(self) -> tuple[tuple[int, ...], ...] | None:
         return self.columns.route
+
+    @property
+    def grain(self) -> Grain:
+        return Grain(routes=self.columns.route)
 
     def visits(self, kind: Kind, stage: int) -> tuple[int, ...] | None:
         if kind.kind is not _U:
