@@ -228,7 +228,7 @@ class CurrentSchedule:
         """Whether other costs may give another order of passes; not those of a finished table."""
         name = self.schedule.name
         return (
-            self.slicing is None and name in catalog.names() and catalog.family(name).follows_costs
+            self.slicing is None and name in catalog.all_names() and catalog.family(name).follows_costs
         )
 
     @property
@@ -330,7 +330,7 @@ class CurrentSchedule:
         is_of_training = not (forward_only and isinstance(schedule.rules, AdapterRules))
         if is_of_training and num_microbatches == schedule.rules.whole_microbatches(schedule):
             return schedule
-        name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
+        name = schedule.name if schedule.name in catalog.all_names() else _SUBSTITUTE
         # forwards keep nothing
         limit = None if forward_only else self._limit(self._is_measured)
         return self._built(self._build, name, num_microbatches, self.costs, limit)

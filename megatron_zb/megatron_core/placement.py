@@ -104,7 +104,7 @@ class StageLayout(PipelineParallelLayerLayout):
         self.flatten_layout = [layer for segment in segments for layer in segment]
 
     def __repr__(self) -> str:
-        return layout.text(self.letters)
+        return layout.text(self.letters * self.physical.placement.copies)
 
     def get_layer_offset(
         self,

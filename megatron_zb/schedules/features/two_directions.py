@@ -72,7 +72,14 @@ def both_ways(pipeline_size: int, chunks: int) -> Placement:
         )
     down = (looped(p) if chunks == 1 else wave(p, chunks)).rank_of
     up = tuple(p - 1 - rank for rank in down)
-    return Placement("both ways", p, down + up, copies=2)
+    # Megatron looks for the loss in the last chunk of the last rank
+    copies = up + down if down[-1] == p - 1 else down + up
+    return Placement("both ways", p, copies, copies=2)
+
+
+def _routes(placement: Placement) -> list[tuple[int, ...]]:
+    """Return the stages of the copy that begins on the first rank, then those of the other."""
+    return sorted(placement.ways, key=lambda way: placement.rank_of[way[0]])
 
 
 def check_one_copy(name: str, copies: int) -> None:
@@ -95,15 +102,19 @@ class BothWaysRules(UnitRules):
     @classmethod
     def of(cls, placement: Placement, num_microbatches: int) -> BothWaysRules:
         """Return the rules of a placement: even microbatches go down, odd ones up."""
-        ways = placement.ways
-        columns = Units.of([ways[j % len(ways)] for j in range(num_microbatches)])
+        routes = _routes(placement)
+        columns = Units.of([routes[j % len(routes)] for j in range(num_microbatches)])
         return cls(columns, more=EXCHANGE)
+
+    @property
+    def _down(self) -> tuple[int, ...]:
+        assert self.columns.route is not None
+        return self.columns.route[0]
 
     @cached_property
     def _length(self) -> int:
         """Stages of one copy."""
-        assert self.columns.route is not None
-        return len(self.columns.route[0])
+        return len(self._down)
 
     def copy_of(self, stage: int) -> int:
         """Return the stage that has the same weights on another rank."""
@@ -137,8 +148,14 @@ class BothWaysRules(UnitRules):
     def unit_name(self, kind: PassKind) -> str:
         return "microbatch"
 
+    def more_peers(self, placement: Placement) -> set[tuple[int, int]]:
+        ranks = placement.rank_of
+        pairs = ((rank, ranks[self.copy_of(stage)]) for stage, rank in enumerate(ranks))
+        found = super().more_peers(placement) | {(min(pair), max(pair)) for pair in pairs}
+        return found - {(min(pair), max(pair)) for pair in placement.peers}
+
     def _stage_in_words(self, stage: int) -> str:
-        way = "downwards" if stage < self._length else "upwards"
+        way = "downwards" if stage in self._down else "upwards"
         return f"stage {stage % self._length} {way}"
 
     def pass_in_words(self, p: Pass) -> str:
@@ -405,7 +422,7 @@ def _merged(
     """
     timed: list[list[tuple[int, Pass]]] = [[] for _ in range(placement.pipeline_size)]
     for j in range(num_microbatches):
-        way = placement.ways[j % 2]
+        way = _routes(placement)[j % 2]
         enters = j // group * period + j % group // 2 * 2
         for s, stage in enumerate(way):
             forward, backward = enters + s, enters + 2 * len(way) - 1 - s
