@@ -75,7 +75,7 @@ class Settings(ScheduleSettings):
                 "or a table"
             )
         if self.pipeline_schedule is not None:
-            catalog.family_to_run(self.pipeline_schedule)
+            catalog.family_of_one_copy(self.pipeline_schedule)
         if self.num_microbatches < 1:
             raise UsageError(f"num_microbatches is {self.num_microbatches}: it must be 1 or more")
         for each in fields(ScheduleSettings):

@@ -276,7 +276,7 @@ class ScheduleSettings:
         Raises:
             UsageError: there is no such schedule.
         """
-        return catalog.family_to_run(str(self.pipeline_schedule))
+        return catalog.family(str(self.pipeline_schedule))
 
     @property
     def slices(self) -> Slicing | str | None:

@@ -525,7 +525,7 @@ def _settings(
     Args:
         may_shard: whether the output layer may be vocabulary parallel.
     """
-    family, profile, scale = catalog.family_to_run(args.pipeline_schedule), sizes.profile, 1.0
+    family, profile, scale = catalog.family(args.pipeline_schedule), sizes.profile, 1.0
     if profile is not None:
         microbatch = getattr(args, "micro_batch_size", None) or profile.model.microbatch
         context = getattr(args, "context_parallel_size", None) or profile.model.context

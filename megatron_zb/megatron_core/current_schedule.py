@@ -227,9 +227,8 @@ class CurrentSchedule:
     def follows_costs(self) -> bool:
         """Whether other costs may give another order of passes; not those of a finished table."""
         name = self.schedule.name
-        return (
-            self.slicing is None and name in catalog.all_names() and catalog.family(name).follows_costs
-        )
+        is_named = self.slicing is None and name in catalog.all_names()
+        return is_named and catalog.family(name).follows_costs
 
     @property
     def bubble_rate(self) -> float:

@@ -323,7 +323,7 @@ def of_arguments(
         return Asked(
             args=args, choice=choice, placements=(table.placement,), splits=splits, table=table
         )
-    family, size = catalog.family_to_run(args.pipeline_schedule), args.pipeline_model_parallel_size
+    family, size = catalog.family(args.pipeline_schedule), args.pipeline_model_parallel_size
     if size < 2:
         raise UsageError(
             f"--pipeline-schedule {family.name} needs a pipeline: give "

@@ -69,7 +69,7 @@ def parse(words: Sequence[str], version: str, gpus: int | None = None) -> argpar
     if settings.chosen_flag(args) is None:
         raise UsageError("no schedule is chosen: add --pipeline-schedule, such as v-half")
     if args.pipeline_schedule is not None:
-        catalog.family_to_run(args.pipeline_schedule)
+        catalog.family(args.pipeline_schedule)
     return args
 
 

@@ -415,7 +415,7 @@ def candidates_of(names: Sequence[str] | None, *, overlap: bool = True) -> list[
         ),
     ]
     usual = [name for name in schedules.names() if name not in _SELDOM]
-    chosen = dict.fromkeys(catalog.family_to_run(name).name for name in names or usual)
+    chosen = dict.fromkeys(catalog.family_of_one_copy(name).name for name in names or usual)
     return [*own, *map(of_family, chosen)]
 
 
@@ -425,7 +425,7 @@ def of_family(name: str) -> ScheduleCandidate:
     Raises:
         UsageError: the name is unknown.
     """
-    family = catalog.family_to_run(name)
+    family = catalog.family_of_one_copy(name)
     chunks = family.takes_chunks and family.placement is not None
     return ScheduleCandidate(family.name, family.name, chunks)
 

@@ -369,7 +369,7 @@ def family(name: str) -> Family:
     return found
 
 
-def family_to_run(name: str) -> Family:
+def family_of_one_copy(name: str) -> Family:
     """Look up a schedule for a training.
 
     Raises:

@@ -90,8 +90,8 @@ def check_one_copy(name: str, copies: int) -> None:
     """
     if copies > 1:
         raise UsageError(
-            f"{name} needs two copies of every stage, which only 'megatron-zb show' and "
-            "'megatron-zb export' have: train with v-zb, which has one copy of the weights"
+            f"{name} needs two copies of every stage, which only the scripts of Megatron-LM train, "
+            "and 'megatron-zb show' draws: give v-zb, which has one copy of the weights"
         )
 
 
