@@ -24,8 +24,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from ranks import RankPools
 
 from megatron_zb import schedules
+from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.random_streams import global_parameters
 from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.step_plan import Lengths
 
 M = 8
 BASE = GPTCase(tied=False, layers=8)
@@ -183,3 +185,39 @@ def test_steps_are_those_of_one_model(ranks: RankPools, case: GPTCase, name: str
     assert weights.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def said_of(case: GPTCase, schedule: Schedule, change: str) -> str:
+    """What is said of two copies that differ, or of a step that was planned."""
+    with pytest.raises(UsageError) as error, built(case, schedule, M) as (pipeline, chunks):
+        assert pipeline is not None
+        if change == "weights" and torch.distributed.get_rank() == 1:
+            next(chunks[0].parameters()).data[0] += 1.0
+        if change == "lengths":
+            pipeline.planned.plan(
+                Lengths.of([*range(1, M + 1)]), keeps_order=True, forward_only=False
+            )
+        data = [microbatches(case, M) for _ in chunks]
+        forward_backward(pipeline.forward_backward_func, chunks, data, M)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "said"),
+    [
+        (BASE, "weights", "the two copies of stage 0 of the model begin with other weights: load"),
+        (BASE, "lengths", "chimera: steps of two copies are not planned for unequal microbatches"),
+        (
+            replace(BASE, tied=True),
+            "",
+            "two copies of every stage need an output layer with its own weights: giv",
+        ),
+    ],
+    ids=["weights", "lengths", "tied"],
+)
+def test_what_two_copies_cannot_have_is_refused(
+    ranks: RankPools, case: GPTCase, change: str, said: str
+) -> None:
+    schedule = both_ways("chimera", 2, M)
+    for found in ranks(2).run(said_of, case=case, schedule=schedule, change=change):
+        assert found.startswith(said)

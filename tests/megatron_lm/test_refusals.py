@@ -26,6 +26,7 @@ from megatron_zb.megatron_lm.adapter_of_arguments import (
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.features.two_directions import both_ways
 from megatron_zb.schedules.placement import looped, v_shape, wave
 from megatron_zb.schedules.schedule import Schedule
 
@@ -42,6 +43,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], str]] = {
     "chunks": ({"placements": (v_shape(4), looped(4, 2))}, CHOICE),
     "inner_stages": ({"placements": (looped(4), looped(3))}, CHOICE),
     "v": ({"placements": (v_shape(4), wave(4, 4))}, CHOICE),
+    "two_ways": ({"placements": (both_ways(4, 1), both_ways(4, 2))}, CHOICE),
     "split": ({}, CHOICE),
     "fixed_order": ({"has_fixed_order": True}, CHOICE),
     "graphs": ({"cuda_graph_impl": "transformer_engine"}, "CUDA graphs (transformer_engine)"),
@@ -67,6 +69,7 @@ NOT: dict[str, dict[str, Any]] = {
     "chunks": {"placements": (looped(4), v_shape(4))},
     "inner_stages": {"placements": (looped(2), looped(3))},
     "v": {"placements": (looped(4, 2), v_shape(4))},
+    "two_ways": {"placements": (v_shape(4), both_ways(4, 1))},
     "split": {"splits": False},
     "any": {"placements": ()},
 }
