@@ -55,17 +55,8 @@ class CopiesPart(StepPart):
     # --- the model
 
     def prepare_model(self, chunks: list[Any]) -> None:
-        """Leave the second copy of every stage out of norms and checkpoints.
-
-        Raises:
-            UsageError: the output layer is tied to the embedding.
-        """
+        """Leave the second copy of every stage out of norms and checkpoints."""
         for number, chunk in enumerate(chunks):
-            if getattr(chunk, "share_embeddings_and_output_weights", False):
-                raise UsageError(
-                    "two copies of every stage need an output layer with its own weights: give "
-                    "--untie-embeddings-and-output-weights, or a schedule with one copy"
-                )
             if self._stage(number) >= self._placement.stages_of_model:
                 for parameter in chunk.parameters():
                     parameter.shared = True  # what Megatron leaves out of norms

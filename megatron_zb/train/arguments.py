@@ -161,7 +161,9 @@ def _check_schedule(args: argparse.Namespace) -> None:
         _check_upstream_layers(args, size)
         return
     if args.pipeline_schedule is not None:
-        catalog.family_of_one_copy(args.pipeline_schedule)  # a mistyped name is the first thing to say
+        catalog.family_of_one_copy(
+            args.pipeline_schedule
+        )  # a mistyped name is the first thing to say
     if size == 1:
         raise UsageError(
             f"{choice_of(args)} needs a pipeline: give "

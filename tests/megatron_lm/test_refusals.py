@@ -25,8 +25,8 @@ from megatron_zb.megatron_lm.adapter_of_arguments import (
 )
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.features.pairs import Communication
-from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.features.two_directions import both_ways
+from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape, wave
 from megatron_zb.schedules.schedule import Schedule
 
