@@ -151,7 +151,8 @@ def _keeps_places(args: argparse.Namespace, placement: Placement) -> bool:
         return True
     try:
         layers = layers_of(args)
-        letters = layout.lettered(layout.spread(layers, placement), layers.multi_token)
+        spread = layout.spread(layers, placement.of_one_copy)
+        letters = layout.lettered(spread, layers.multi_token)
     except UsageError:  # building will report it
         return True
     return layout.is_megatrons(letters, layers, placement)

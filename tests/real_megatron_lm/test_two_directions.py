@@ -22,27 +22,30 @@ def untied(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check_near(run: Logged, other: Logged) -> None:
+def check_near(run: Logged, other: Logged, digits: float) -> None:
+    """The first loss is the same; gradients are added up in another order."""
     assert run.code == 0, run.output
     assert run.losses.keys() == other.losses.keys() != set()
+    first = min(run.losses)
+    assert run.losses[first] == other.losses[first]
     for step, loss in other.losses.items():
-        assert float(run.losses[step]) == pytest.approx(float(loss), rel=2e-6)
+        assert float(run.losses[step]) == pytest.approx(float(loss), rel=digits)
         assert float(run.norms[step]) == pytest.approx(float(other.norms[step]), abs=1.01e-3)
     assert run.evaluations.keys() == other.evaluations.keys() != set()
 
 
 @pytest.mark.parametrize(
-    ("name", "p", "more"),
+    ("name", "p", "more", "digits"),
     [
-        ("chimera", 4, ""),
-        ("bitpipe", 4, ""),
-        ("chimera", 2, "--use-distributed-optimizer --attention-dropout .1"),
-        ("bitpipe", 2, "--bf16"),
+        ("chimera", 4, "", 2e-6),
+        ("bitpipe", 4, "", 2e-6),
+        ("chimera", 2, "--use-distributed-optimizer --attention-dropout .1", 1e-4),
+        ("bitpipe", 2, "--bf16", 1e-4),
     ],
     ids=["chimera", "bitpipe", "replicas", "bf16"],
 )
 def test_both_directions_train_one_model(
-    checkout: Path, untied: Path, tmp_path: Path, name: str, p: int, more: str
+    checkout: Path, untied: Path, tmp_path: Path, name: str, p: int, more: str, digits: float
 ) -> None:
     """It goes on from a checkpoint of 1F1B, and 1F1B and itself go on from one of its own."""
     ranks = 4 if "distributed" in more else p
@@ -51,13 +54,15 @@ def test_both_directions_train_one_model(
     start = f"--load {untied} --no-load-rng" if not more else f"--load {untied} --finetune"
     plain = "--pipeline-schedule 1f1b" if "dropout" in more else ""
     whole = pretrain(checkout, model, chosen, start, ranks=ranks)
-    check_near(whole, pretrain(checkout, model, plain, start, ranks=ranks))
+    check_near(whole, pretrain(checkout, model, plain, start, ranks=ranks), digits)
     first = pretrain(checkout, model, chosen, start, save, "--exit-interval 4", ranks=ranks)
     assert first.code == 0, first.output
     load = f"--load {tmp_path}"
     again = pretrain(checkout, model, chosen, load, ranks=ranks)
     assert again.code == 0, again.output
-    assert again.losses == {step: whole.losses[step] for step in again.losses}
-    assert max(again.losses) == 7
+    second = again.losses.pop(6)  # Megatron-LM logs a mean over the first two of a job
+    assert float(second) == pytest.approx((float(whole.losses[5]) + float(whole.losses[6])) / 2)
+    assert again.losses == {step: whole.losses[step] for step in (5, 7)}
     assert again.evaluations == whole.evaluations
-    check_near(again, pretrain(checkout, model, plain, load, ranks=ranks))
+    again.losses[6] = second
+    check_near(again, pretrain(checkout, model, plain, load, ranks=ranks), digits)
