@@ -296,7 +296,7 @@ def _check_placements(sizes: JobSizes, placements: Collection[Placement]) -> Non
     problems: list[UsageError] = []
     for placement in placements:
         try:
-            placed_letters(sizes, placement)
+            placed_letters(sizes, placement.of_one_copy)
         except UsageError as error:
             problems.append(error)
         else:
