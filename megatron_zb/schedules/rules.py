@@ -33,7 +33,7 @@ class Sizes(Protocol):
     def ranks(self) -> tuple[tuple[Pass, ...], ...]: ...
 
 
-class Span(NamedTuple):
+class OwnerStep(NamedTuple):
     """Units in a row, from ``first`` on, that are a step of the training ``owner``."""
 
     first: int
@@ -72,7 +72,7 @@ class Rules:
         return 0
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[OwnerStep, ...]:
         """Steps of the trainings that share the pipeline, in the order of their units."""
         return ()
 

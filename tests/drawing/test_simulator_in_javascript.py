@@ -21,7 +21,7 @@ from megatron_zb.schedules.families import dualpipe_v_order
 from megatron_zb.schedules.features.adapters import Adapter, Adapters
 from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.placement import Placement, looped
-from megatron_zb.schedules.rules import LastFirstRules
+from megatron_zb.schedules.rules import LastFirstRules, TrainingRules
 from megatron_zb.schedules.units import Units, with_columns
 
 pytestmark = pytest.mark.skipif(find_node() is None and find_browser() is None, reason=MISSING)
@@ -170,12 +170,13 @@ def kept_in_order(found: dict[str, Any], schedule: Schedule) -> None:
         for passes, starts, ends in zip(found["ranks"], found["start"], found["end"], strict=True)
         for p, start, end in zip(passes, starts, ends, strict=True)
     }
-    checked = 0
+    checked, rules = 0, schedule.rules
+    assert isinstance(rules, TrainingRules)
     for stage in range(schedule.placement.num_stages):
-        for unit, last in schedule.rules.updates_on(stage):
+        for unit, last in rules.updates_on(stage):
             kind = "W" if ("W", stage, last) in at else "BW"
             assert at[kind, stage, last][1] <= at["U", stage, unit][0]
-        for unit, by in schedule.rules.waits_on(stage):
+        for unit, by in rules.waits_on(stage):
             assert at["U", stage, by][1] <= at["F", stage, unit][0]
             checked += 1
     assert checked

@@ -28,7 +28,7 @@ from megatron_zb.schedules.costs import Costs, Feature
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
-from megatron_zb.schedules.rules import Sizes, Span
+from megatron_zb.schedules.rules import OwnerStep, Sizes
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.stage_costs import Priced, StageCosts
 from megatron_zb.schedules.units import UnitRules, Units, with_columns
@@ -205,10 +205,10 @@ class AdapterRules(UnitRules):
         return self.order[self.columns.owner[unit]].adapter
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[OwnerStep, ...]:
         names = self.owners
         return tuple(
-            Span(first, adapter, f"step {step} of adapter {names[adapter]}")
+            OwnerStep(first, adapter, f"step {step} of adapter {names[adapter]}")
             for adapter, step, first in self.order
         )
 
