@@ -418,8 +418,8 @@ def _check_combined(
         costs,
         has_fixed_order=not catalog.family(arguments.name).searches,
         is_sliced=slicing.slices > 1,
-        has_adapters=arguments.adapters is not None,
         group_size=arguments.group_size,
+        also=() if arguments.adapters is None else (conflicts.ADAPTERS,),
     )
     flags = {**_FLAGS, conflicts.COMMUNICATION: flag_of(_communication(arguments))}
     raise_first(conflicts.refusals({it: flags.get(it, said) for it, said in words.items()}))

@@ -18,6 +18,12 @@ from megatron_zb.schedules.features import two_directions
 from megatron_zb.schedules.features.adapters import Adapters, adapter_request, of_adapters
 from megatron_zb.schedules.features.part import Part
 from megatron_zb.schedules.features.recompute_or_offload import in_its_order
+from megatron_zb.schedules.features.second_model import (
+    Base,
+    SecondModel,
+    beside_second_model,
+    with_second_model,
+)
 from megatron_zb.schedules.features.slices import Slicing, of_table, sliced_requests
 from megatron_zb.schedules.features.vocabulary import Vocabulary, fastest_with_vocabulary
 from megatron_zb.schedules.placement import Placement, looped
@@ -399,6 +405,7 @@ def build(
     quick: bool = False,
     slices: int | Slicing = 1,
     adapters: Adapters | None = None,
+    second_model: SecondModel | None = None,
 ) -> Schedule:
     """Build a named schedule for the given costs.
 
@@ -423,6 +430,8 @@ def build(
             count slices (:mod:`slices`).
         adapters: trainings that share the pipeline; passes then count the microbatches of all their
             steps (:mod:`adapters`).
+        second_model: an encoder or a teacher that runs beside the trained model; its microbatches
+            are further units (:mod:`second_model`).
 
     Returns:
         The schedule, validated, with its :class:`Report`.
@@ -464,19 +473,20 @@ def build(
             quick=quick,
         )
     )
-    raise_first(
-        conflicts.refusals(
-            conflicts.requested(
-                chosen.name,
-                request.costs,
-                has_fixed_order=not chosen.searches,
-                is_sliced=slicing.slices > 1,
-                has_adapters=adapters is not None,
-                group_size=group_size,
-            )
-        )
+    further = {conflicts.ADAPTERS: adapters, conflicts.SECOND_MODEL: second_model}
+    further |= {conflicts.BACK_TO_BACK: back_to_back or None}
+    words = conflicts.requested(
+        chosen.name,
+        request.costs,
+        has_fixed_order=not chosen.searches,
+        is_sliced=slicing.slices > 1,
+        group_size=group_size,
+        also=[feature for feature, given in further.items() if given is not None],
     )
+    raise_first(conflicts.refusals(words))
     _check_placement(chosen, placement, pipeline_size, chunks)
+    if second_model is not None:
+        return with_second_model(request, second_model, partial(_base, chosen))
     requests = [request]
     if slicing.slices > 1:
         requests = sliced_requests(request, slicing, may_join=chosen.searches)
@@ -543,6 +553,9 @@ def from_table(name: str, table: str, request: Mapping[str, Any]) -> Schedule:
     change = None if slicing.slices == 1 else partial(of_table, slicing=slicing)
     if adapters := request.get("adapters"):
         change = partial(of_adapters, adapters=adapters)
+    if second := request.get("second_model"):
+        m = request["num_microbatches"]
+        change = partial(beside_second_model, second=second, num_microbatches=m)
     costs = request.get("costs")
     parts = [it for it in costs.features if isinstance(it, Part)] if costs is not None else []
     return interchange.from_csv(table, name=family(name).name, change=change, parts=parts)
@@ -564,6 +577,13 @@ def _check_placement(
             f"{chosen.name} has its own placement ({own.name} with {own.chunks} chunks), not "
             f"{placement.name} with {placement.chunks}: leave the placement out, or give auto"
         )
+
+
+def _base(chosen: Family, request: Request) -> Base:
+    """Build the schedule of a model beside which another one runs."""
+    schedule = _built(chosen, request)
+    peaks = simulate(schedule, request.costs).peak_memory
+    return Base(schedule, tuple(_allowed(schedule, request, peaks)))
 
 
 def _builder(chosen: Family, costs: Costs) -> Callable[[Request], Schedule]:
@@ -620,18 +640,22 @@ def _check_choice(chosen: Family, choice: str, value: int | None, takes_it: bool
         raise UsageError(f"{chosen.name} has no choice of {choice}: {named}")
 
 
+def _allowed(schedule: Schedule, request: Request, peaks: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the memory that a schedule may hold on each rank, from what it holds."""
+    peak = family(schedule.name).peak
+    if peak is None:
+        return request.limit.per_rank(request.costs) or peaks
+    most = request.peak(peak(request.pipeline_size, request.num_microbatches))
+    return tuple(map(max, peaks, request.limits(schedule.placement, most)))
+
+
 def _reported(schedule: Schedule, request: Request) -> Schedule:
     """Check progress and the user's limit, and compare with the lower bound at that memory."""
     timeline = simulate(schedule, request.costs)
     users = request.limit.per_rank(request.costs)
     if users is not None:
         request.check_feasible(schedule.name, schedule.placement, users, timeline.peak_memory)
-    peak = family(schedule.name).peak
-    allowed = users or timeline.peak_memory
-    if peak is not None:
-        most = request.peak(peak(request.pipeline_size, request.num_microbatches))
-        promised = request.limits(schedule.placement, most)
-        allowed = tuple(map(max, timeline.peak_memory, promised))
+    allowed = _allowed(schedule, request, timeline.peak_memory)
     m, grain = schedule.num_microbatches, request.rules.grain
     bound = max(
         lower_bound(schedule.placement, m, timeline.costs, allowed, grain),

@@ -6,7 +6,7 @@ rows of its own flags in ``megatron_core/refusals.yaml``: a test compares them w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_zb.errors import Refusal
@@ -19,6 +19,8 @@ PARTS, HOLDING_PARTS = "parts", "parts that hold memory"
 SLICES, GROUPS = "slices", "groups"
 ADAPTERS = "adapters"
 DIRECTIONS = "two directions"
+SECOND_MODEL = "second model"
+BACK_TO_BACK = "back to back"
 FIXED_ORDER, FIXED_WHOLE = "fixed order", "fixed order of whole microbatches"
 
 
@@ -54,6 +56,7 @@ _HELD = (
     "costs that keep every activation"
 )
 
+_BESIDE = "its passes run beside F, B and W of whole microbatches alone; leave one out"
 _OF_ONE = "its order is that of one training; leave one out"
 _BOTH_WAYS = "its passes are those of whole microbatches that keep every activation; leave one out"
 
@@ -73,6 +76,19 @@ CONFLICTS = (
     Conflict(ADAPTERS, SLICES, _OF_ONE),
     Conflict(ADAPTERS, PARTS, _OF_ONE),
     Conflict(ADAPTERS, COMMUNICATION, _OF_ONE),
+    *(
+        Conflict(SECOND_MODEL, other, _BESIDE)
+        for other in (
+            RECOMPUTATION,
+            OFFLOAD,
+            VOCABULARY,
+            COMMUNICATION,
+            PARTS,
+            SLICES,
+            ADAPTERS,
+            BACK_TO_BACK,
+        )
+    ),
     Conflict(GROUPS, VOCABULARY, "its order is searched for, and has no groups; leave one out"),
     *(
         Conflict(DIRECTIONS, other, _BOTH_WAYS)
@@ -84,6 +100,7 @@ CONFLICTS = (
             PARTS,
             SLICES,
             ADAPTERS,
+            SECOND_MODEL,
         )
     ),
 )
@@ -95,8 +112,8 @@ def requested(
     *,
     has_fixed_order: bool,
     is_sliced: bool,
-    has_adapters: bool = False,
     group_size: int | None = None,
+    also: Collection[str] = (),
 ) -> dict[str, str]:
     """Return the features that are requested of a schedule, and what errors call them.
 
@@ -105,8 +122,8 @@ def requested(
         costs: for which it is built.
         has_fixed_order: whether no search looks for its order.
         is_sliced: whether microbatches have several slices.
-        has_adapters: whether several trainings share the pipeline.
         group_size: microbatches that pass a chunk together, if given.
+        also: further features of the table, by their names there.
     """
     found: dict[str, str] = {}
     for feature in costs.features:
@@ -114,7 +131,9 @@ def requested(
             found[each] = f"{found[each]} and {words}" if each in found else words
     further = {
         SLICES: (is_sliced, "token slices"),
-        ADAPTERS: (has_adapters, "adapters"),
+        ADAPTERS: (ADAPTERS in also, "adapters"),
+        SECOND_MODEL: (SECOND_MODEL in also, "a second model"),
+        BACK_TO_BACK: (BACK_TO_BACK in also, "back_to_back"),
         GROUPS: (group_size is not None, f"group_size {group_size}"),
         FIXED_ORDER: (has_fixed_order, name),
         FIXED_WHOLE: (has_fixed_order and not is_sliced, name),  # slices are recomputed in any

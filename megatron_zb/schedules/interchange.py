@@ -36,7 +36,7 @@ from megatron_zb.schedules.features.vocabulary import (
 )
 from megatron_zb.schedules.kinds import Home
 from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.placement import Placement, looped, wave
+from megatron_zb.schedules.placement import Placement, placement_of
 from megatron_zb.schedules.request import MOST_FORWARDS
 from megatron_zb.schedules.rules import (
     TRAINING,
@@ -289,11 +289,7 @@ def _placement(name: str, pipeline_size: int, rank_of: tuple[int, ...]) -> Place
             f"{name}: row {fewest + 1}: rule 'placement': it runs {counts[fewest]} stages and row "
             f"{most + 1} runs {counts[most]}: every row must run equally many"
         )
-    chunks = counts[most]
-    for known in (looped(pipeline_size, chunks), wave(pipeline_size, chunks)):
-        if known.rank_of == rank_of:
-            return known
-    return Placement("custom", pipeline_size, rank_of)
+    return placement_of(pipeline_size, rank_of)
 
 
 def _point_at_cell(

@@ -196,6 +196,15 @@ def v_shape(pipeline_size: int) -> Placement:
     return wave(pipeline_size, 2)
 
 
+def placement_of(pipeline_size: int, rank_of: tuple[int, ...]) -> Placement:
+    """Return the known placement with these ranks of stages, or a custom one."""
+    chunks = len(rank_of) // pipeline_size
+    for known in (looped(pipeline_size, chunks), wave(pipeline_size, chunks)):
+        if known.rank_of == rank_of:
+            return known
+    return Placement("custom", pipeline_size, rank_of)
+
+
 def _check(pipeline_size: int, chunks: int) -> None:
     if pipeline_size < 2:
         raise UsageError(

@@ -166,6 +166,14 @@ class Rules:
         """Return the step that a pass belongs to."""
         return 0
 
+    def counts_as(self, p: Pass, *, recomputed: bool) -> int:
+        """Return by how many activations a pass changes those that its rank holds."""
+        return self.by_kind[p.kind].change_of_count(recomputed=recomputed)
+
+    def chunks(self, placement: Placement) -> int:
+        """Return the number of chunks of a rank that hold one microbatch together."""
+        return placement.chunks_of_copy
+
     def moments(self, schedule: Sizes) -> list[list[tuple[Moment, Moment]]] | None:
         """Return the place of every pass of every rank, and of its messages, in the total order.
 
@@ -176,6 +184,10 @@ class Rules:
     def not_yet(self, p: Pass, needed: Pass) -> str:
         """Describe why a pass cannot run before another one of its rank."""
         return f"its {needed.kind} has not run yet"
+
+    def awaits_in_words(self, p: Pass) -> str:
+        """Describe what a pass waits for beside the passes of its unit, if anything."""
+        return ""
 
     def pass_in_words(self, p: Pass) -> str:
         """Describe a pass, such as ``F of stage 1, microbatch 3``."""
@@ -216,6 +228,10 @@ class TrainingRules(Rules):
     def by_kind(self) -> Mapping[PassKind, Kind]:
         """Entries of the table, or those that replace them, by kind."""
         return {it.kind: it for it in (*self.table, *self.more)}
+
+    def joins(self) -> Sequence[tuple[Pass, Pass]]:
+        """Return the passes of other units that passes need: the maker and the reader of each."""
+        return ()
 
     def updates_on(self, stage: int) -> Iterator[tuple[int, int]]:
         """Yield the units of the updates of a stage, each with the last unit that it waits for."""

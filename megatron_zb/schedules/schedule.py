@@ -160,7 +160,8 @@ class Schedule:
         return self._describe(replay(self.orders).blocked) or None
 
     def _describe(self, waiting: list[tuple[int, int]]) -> str:
-        return "; ".join(f"rank {r} at {self.ranks[r][i]}" for r, i in waiting[:4])
+        at = [(r, self.ranks[r][i]) for r, i in waiting[:4]]
+        return "; ".join(f"rank {r} at {p}{self.rules.awaits_in_words(p)}" for r, p in at)
 
     def _validate_rank(self, rank: int, passes: tuple[Pass, ...]) -> None:
         broken = violation(self.graph, self.rules, rank, passes)

@@ -95,7 +95,8 @@ class Timeline:
 
     @cached_property
     def peak_activation(self) -> tuple[float, ...]:
-        schedule, chunks = self.schedule, self.schedule.placement.chunks_of_copy
+        schedule = self.schedule
+        chunks = schedule.rules.chunks(schedule.placement)
         return tuple(
             peak_held_chunks(rank, schedule.rules, schedule.recomputed) / chunks
             for rank in schedule.ranks
@@ -107,7 +108,7 @@ class Timeline:
 
         That rank has the first p-th of the model: as many stages as a rank has of one copy.
         """
-        chunks = self.schedule.placement.chunks_of_copy
+        chunks = self.schedule.rules.chunks(self.schedule.placement)
         return sum(self.costs.memory["activation"][:chunks]) or 1.0
 
     @cached_property
@@ -172,9 +173,8 @@ def peak_held_chunks(
     """Count the most chunk activations a rank holds at once, each whole until no pass needs it."""
     changes = []
     for p in passes:
-        kind = rules.kind(p.kind)
-        assert kind is not None, f"{rules.name} has no {p.kind} passes"
-        changes.append(kind.change_of_count(recomputed=(p.stage, p.microbatch) in recomputed))
+        assert rules.kind(p.kind) is not None, f"{rules.name} has no {p.kind} passes"
+        changes.append(rules.counts_as(p, recomputed=(p.stage, p.microbatch) in recomputed))
     return int(peak(changes))
 
 

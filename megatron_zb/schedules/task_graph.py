@@ -197,8 +197,7 @@ class TaskGraph:
         found: dict[int, list[int]] = {}
         for code, makers in self.more.items():
             for maker in makers:
-                if self.rank_of(maker) != self.rank_of(code):
-                    found.setdefault(maker, []).append(code)
+                found.setdefault(maker, []).append(code)
         return found
 
     def makers_of(self, code: int) -> Iterator[int]:
@@ -207,7 +206,7 @@ class TaskGraph:
         for maker in self.inputs[row]:
             if self.rows[maker].has(unit):
                 yield maker * self.units + unit
-        yield from self.others(code)
+        yield from self.more.get(code, ())
 
     def others(self, code: int) -> list[int]:
         """Return those of ``more`` that a node waits for: on other ranks."""
@@ -216,16 +215,17 @@ class TaskGraph:
             [] if found is None else [at for at in found if self.rank_of(at) != self.rank_of(code)]
         )
 
+    def readers_of(self, code: int) -> Iterator[int]:
+        """Yield the nodes that wait for the output of a node."""
+        row, unit = divmod(code, self.units)
+        for reader in self.readers[row]:
+            if self.rows[reader].has(unit):
+                yield reader * self.units + unit
+        yield from self._more_readers.get(code, ())
+
     def reader_ranks(self, code: int) -> tuple[int, ...]:
         """Return the ranks that read the output of a node, of which its own may be one."""
-        row, unit = divmod(code, self.units)
-        readers = [
-            reader * self.units + unit
-            for reader in self.readers[row]
-            if self.rows[reader].has(unit)
-        ]
-        readers += self._more_readers.get(code, ())
-        return tuple(dict.fromkeys(map(self.rank_of, readers)))
+        return tuple(dict.fromkeys(map(self.rank_of, self.readers_of(code))))
 
     def message_of(self, code: int) -> Message | None:
         """Return the message that carries the output of a node, None if it does not travel."""

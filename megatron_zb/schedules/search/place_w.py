@@ -6,6 +6,7 @@ also take the passes of a vocabulary-parallel output layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -35,7 +36,7 @@ def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
     still, and the whole backward takes no longer than its halves, nothing is late; all of them can
     be fused at once. A B that runs as one with an F stays as it is.
     """
-    timeline = simulate(schedule, costs)
+    timeline, graph = simulate(schedule, costs), schedule.graph
     table = timeline.costs
     starts = {
         (p.stage, p.microbatch): start
@@ -50,10 +51,11 @@ def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
         halves = row.seconds[_B][stage] + row.seconds[_W][stage]
         if row.seconds[_BW][stage] > halves + tolerance:
             return False
-        if stage == 0:
-            return True
-        needed = starts[stage - 1, p.microbatch]
-        return end_of_w + row.latency[_B][stage] <= needed + tolerance
+        code = graph.code_of(Pass(_B, stage, p.microbatch), graph.placement.rank_of[stage])
+        readers = (divmod(reader, graph.units) for reader in graph.readers_of(code))
+        needed = (starts.get((graph.rows[at].stage, unit), math.inf) for at, unit in readers)
+        arrival = end_of_w + row.latency[_B][stage] - tolerance
+        return all(arrival <= start for start in needed)
 
     ranks = []
     for passes, ends in zip(schedule.ranks, timeline.end, strict=True):

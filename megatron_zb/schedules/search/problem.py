@@ -243,7 +243,7 @@ def _leads(codes: Codes, placement: Placement, rank: int, *, pairs: bool) -> lis
 def edges_of(problem: Problem, make: Engine) -> Edges | None:
     """Return the inputs of passes that have several as arrays of an engine, None without any."""
     codes, built = problem.codes, _Rows(problem)
-    if codes.total == codes.weights:
+    if codes.total == codes.weights and not problem.rules.joins():
         return None
     found = built.edges()
     rows = [built.row(kind, stage) for kind, stage in codes.rows]
@@ -355,7 +355,7 @@ class _Rows:
             weight=none,
             seconds=self._priced(turns, lambda row: row.seconds[_F][stage]),
             latency=self._latency(_F, stage, turns, -1),
-            memory=self._priced(turns, lambda row: row.memory["activation"][stage]),
+            memory=self._priced(turns, lambda row: row.change(self._memory[_F], stage)),
             flight=self._flight(stage, turns, 1.0),
             after=[0.0] * len(turns),
         )
@@ -416,7 +416,12 @@ class _Rows:
             join((_P, last), (_V, stages + rank), near=rank == end)
         if self._problem.rules.shard_ranks:
             join((_P, last), (self._backward_kind, last), near=True)
-        return found + [(*edge, 0.0) for edge in self._of_updates()]
+        found += [(*edge, 0.0) for edge in self._of_updates()]
+        for made, read in self._problem.rules.joins():
+            kind = self._backward_kind if made.kind is _B else made.kind
+            lag = self._costs.of(made.microbatch).latency[kind][made.stage]
+            found.append((self._codes.of(*made), self._codes.of(*read), lag))
+        return found
 
     def _of_updates(self) -> Iterator[tuple[int, int]]:
         """Yield the inputs of U, and of F that wait for one: maker and reader."""
