@@ -7,6 +7,7 @@
   python benchmarks/feature_gains.py pairs --comm 0.5 --limits 8 10
   python benchmarks/feature_gains.py slices
   python benchmarks/feature_gains.py adapters
+  python benchmarks/feature_gains.py second-model
   python benchmarks/feature_gains.py varied
 
 Nothing is run: every order is built, lowered and timed by the simulator. If a command does not say
@@ -38,6 +39,7 @@ from megatron_zb.schedules.features.adapters import Adapters
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
 from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.schedules.features.vocabulary import Vocabulary, with_prediction
 from megatron_zb.schedules.placement import Placement, wave
@@ -476,6 +478,94 @@ def _of_mix(args: argparse.Namespace, name: str, mix: str) -> Row:
     }
 
 
+# --- a second model in the gaps
+
+
+def second_model(args: argparse.Namespace) -> Row:
+    """Simulate an encoder or a teacher beside a trained model, whose F, B and W take 1.
+
+    --shares are the seconds of the second model on each rank, in those that a rank is idle without
+    it. An encoder's backward takes twice its forward; that of the next batch is frozen. `fits` is
+    the share of these seconds that does not make the step longer. Beside: `first stage`, the step
+    with the whole encoder on the first stage; `uneven`, the shortest one with layers of the trained
+    model moved from the first rank to the others; `before`, all forwards of the teacher before the
+    step.
+    """
+    rows = (
+        _beside(args, microbatches, share, case)
+        for microbatches in args.microbatches
+        for share in args.shares
+        for case in args.cases
+    )
+    return {"ranks": args.ranks, "schedule": args.schedule, "rows": printed(rows, _OF_BESIDE)}
+
+
+_OF_BESIDE = (
+    ("microbatches", "{microbatches}"),
+    ("share of idle", "{share:.0%}"),
+    ("second model", "{case:13}"),
+    ("alone", "{alone:.2f}"),
+    ("makespan", "{makespan:.2f}"),
+    ("fits", "{fits:.0%}"),
+    ("above bound", "{gap:.1%}"),
+    ("first stage", "{first:.2f}"),
+    ("uneven", "{uneven:.2f}"),
+    ("before", "{before:.2f}"),
+    ("seconds", "{seconds:.1f}"),
+)
+_MOVED = (0.0, 0.5, 0.75, 1.0, 1.25)
+
+
+def _beside(args: argparse.Namespace, m: int, share: float, case: str) -> Row:
+    p, name = args.ranks, args.schedule
+    costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0)
+    alone = timed(name, p, m, costs)[2]["makespan"]
+    seconds = share * (alone - WORK * m)
+    each = seconds / m
+    second = {
+        "encoder": SecondModel(SecondRole.ENCODER, each / 3, 2 * each / 3),
+        "copies": SecondModel(SecondRole.ENCODER, each / 3, 2 * each / 3, copies=True, pieces=4),
+        "ahead": SecondModel(SecondRole.AHEAD, each),
+        "ahead, copies": SecondModel(SecondRole.AHEAD, each, copies=True, pieces=4),
+        "teacher": SecondModel(SecondRole.TEACHER, each),
+    }[case]
+    found, timeline, figures = timed(name, p, m, costs, second_model=second)
+    assert found.report is not None
+    row = {"microbatches": m, "share": share, "case": case, "alone": alone, **figures}
+    row |= {"fits": 1 - (timeline.makespan - alone) / seconds, "gap": found.report.gap}
+    if case == "teacher":
+        return {**row, "before": alone + (m + p - 1) * each}
+    backward = 0.0 if case.startswith("ahead") else 2 / 3
+    whole = {"forward": p * each * (1 - backward), "backward": p * each * backward}
+    steps = [_on_the_first_stage(name, p, m, moved, whole) for moved in _MOVED]
+    return {**row, "first": steps[0], "uneven": min(steps)}
+
+
+def _on_the_first_stage(name: str, p: int, m: int, moved: float, whole: dict[str, float]) -> float:
+    """Return the step with a whole encoder on the first stage.
+
+    Args:
+        moved: the work that goes from the first rank to the others, 1 for as much on each rank.
+        whole: seconds of the encoder.
+    """
+    placement = schedules.build(name, pipeline_size=p, num_microbatches=m).placement
+    ranks = placement.rank_of
+    less = min(moved * sum(whole.values()) * (p - 1) / p / WORK, 1.0)
+    layers = [(1.0 - less if r == 0 else 1.0 + less / (p - 1)) / placement.chunks for r in ranks]
+
+    def with_encoder(kind: str) -> list[float]:
+        return [layers[0] + whole.get(kind, 0.0), *layers[1:]]
+
+    costs = Costs.of_slices(
+        pipeline_size=p,
+        forward=with_encoder("forward"),
+        backward=with_encoder("backward"),
+        weight=layers,
+        activation=layers,
+    )
+    return float(timed(name, p, m, costs)[2]["makespan"])
+
+
 # --- passes that vary
 
 NAMED = ("1f1b", "interleaved", "v-half", "v-zb")
@@ -592,6 +682,19 @@ CASES: dict[str, tuple[Callable[[argparse.Namespace], Row], dict[str, tuple[Any,
             "--schedules": (ADAPTED, "schedules beside auto"),
             "--weight": (0.02, "seconds of W"),
             "--update": (0.02, "seconds of an update"),
+        },
+    ),
+    "second-model": (
+        second_model,
+        {
+            "--ranks": (8, "pipeline ranks"),
+            "--microbatches": ([16, 32], "of a step"),
+            "--schedule": ("v-half", "of the trained model"),
+            "--shares": ([0.25, 0.5, 1.0], "seconds of the second model, in those of the idle"),
+            "--cases": (
+                ["encoder", "copies", "ahead", "ahead, copies", "teacher"],
+                "second models",
+            ),
         },
     ),
     "varied": (

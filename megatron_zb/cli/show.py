@@ -19,13 +19,14 @@ from megatron_zb.schedules.features.adapters import Adapters
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
 from megatron_zb.schedules.features.slices import KEPT, Slicing
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import PassKind
 
 # The choices that a schedule may have, as build() and the command line name them.
 _CHOICES = ("memory_limit", "chunks", "group_size")
-_OF_UNITS = ("slices", "adapters")
+_OF_UNITS = ("slices", "adapters", "encoder", "reference")
 """Flags with which passes count something else than the microbatches of one training."""
 _STDOUT = Path("-")
 
@@ -38,6 +39,13 @@ _FLAGS = {
     conflicts.GROUPS: "--group-size",
 }
 """Flags that request features."""
+
+_ALSO = (
+    (conflicts.ADAPTERS, "adapters"),
+    (conflicts.SECOND_MODEL, "encoder"),
+    (conflicts.SECOND_MODEL, "reference"),
+)
+"""Features without costs, and the flags that request them."""
 
 # Ranks times microbatches of what is drawn; more takes minutes, and is too small to be seen.
 MOST_IN_TERMINAL = 2**15
@@ -62,6 +70,7 @@ examples:
   megatron-zb show v-half --pipeline-size 4 --num-microbatches 8 --cut-output 2
   megatron-zb show v-zb --pipeline-size 8 --num-microbatches 8 --slices 8 --attention 0.5
   megatron-zb show 1f1b --pipeline-size 4 --num-microbatches 4 --adapters 4 --weight 0.02
+  megatron-zb show v-half --pipeline-size 4 --num-microbatches 8 --encoder 0.1
   megatron-zb show --csv table.csv
   megatron-zb show dualpipe-v --pipeline-size 4 --num-microbatches 10 --forward-comm 0.5 \\
       --backward-comm 0.5
@@ -159,6 +168,18 @@ _MAY_USE: dict[str, dict[str, Any]] = {
         "type": positive,
         "metavar": "S",
         "help": "with --adapters: steps of each before the pipeline is drained (default 1)",
+    },
+    "encoder": {
+        "type": seconds,
+        "metavar": "T",
+        "help": "an encoder, cut over all ranks, runs beside the model; T is the time of its "
+        "forward for a microbatch on one rank, its backward takes twice as long",
+    },
+    "reference": {
+        "type": seconds,
+        "metavar": "T",
+        "help": "a frozen teacher or reference model, cut over all ranks, runs beside the model, "
+        "whose loss needs its output; T is the time of its forward for a microbatch on one rank",
     },
     "attention": {
         "type": seconds,
@@ -388,9 +409,19 @@ def _built(arguments: argparse.Namespace) -> schedules.Timeline:
         costs=costs,
         slices=slicing,
         adapters=adapters,
+        second_model=_second_model(arguments),
         **{name: getattr(arguments, name) for name in _CHOICES},
     )
     return schedules.simulate(schedule, costs)
+
+
+def _second_model(arguments: argparse.Namespace) -> SecondModel | None:
+    encoder, frozen = arguments.encoder, arguments.reference
+    if encoder is not None and frozen is not None:
+        raise UsageError("--encoder and --reference are two second models: leave one out")
+    if encoder is not None:
+        return SecondModel(SecondRole.ENCODER, encoder, backward=2 * encoder)
+    return None if frozen is None else SecondModel(SecondRole.TEACHER, frozen)
 
 
 def _adapters(arguments: argparse.Namespace) -> Adapters | None:
@@ -419,9 +450,14 @@ def _check_combined(
         has_fixed_order=not catalog.family(arguments.name).searches,
         is_sliced=slicing.slices > 1,
         group_size=arguments.group_size,
-        also=() if arguments.adapters is None else (conflicts.ADAPTERS,),
+        also=[feature for feature, flag in _ALSO if getattr(arguments, flag) is not None],
     )
-    flags = {**_FLAGS, conflicts.COMMUNICATION: flag_of(_communication(arguments))}
+    given = "--encoder" if arguments.reference is None else "--reference"
+    flags = {
+        **_FLAGS,
+        conflicts.SECOND_MODEL: given,
+        conflicts.COMMUNICATION: flag_of(_communication(arguments)),
+    }
     raise_first(conflicts.refusals({it: flags.get(it, said) for it, said in words.items()}))
     if arguments.recompute is not None and arguments.recompute >= 1:
         raise UsageError(
@@ -439,7 +475,7 @@ def _table(arguments: argparse.Namespace) -> schedules.Schedule:
         raise UsageError(f"give either {arguments.name} or --csv FILE: two schedules were named")
     if arguments.pipeline_size is not None or arguments.num_microbatches is not None:
         raise UsageError("--csv FILE has its own sizes: leave the sizes out")
-    for choice in (*_CHOICES, "slices", "attention", "adapters", "adapter_steps"):
+    for choice in (*_CHOICES, *_OF_UNITS, "attention", "adapter_steps"):
         if getattr(arguments, choice) is not None:
             flag = flag_of(choice)
             raise UsageError(f"--csv FILE is a finished schedule: leave {flag} out")

@@ -223,7 +223,8 @@ def bars_of(timeline: Timeline) -> Iterator[Bar]:
                 continue
             chunk = variant_of(schedule, p)
             colour = colour_of(p.kind, chunk, variants_of(schedule))
-            yield Bar(rank, start, end, p.kind, chunk, p.microbatch, colour, half)
+            number = schedule.rules.microbatch_of(p.microbatch)
+            yield Bar(rank, start, end, p.kind, chunk, number, colour, half)
 
 
 def labels_of(schedule: Schedule) -> list[str]:
@@ -231,7 +232,8 @@ def labels_of(schedule: Schedule) -> list[str]:
     if schedule.rules.has_steps:
         return [", even steps", ", odd steps"]
     if schedule.rules.owners:
-        return [f", adapter {name}" for name in schedule.rules.owners]
+        word = schedule.rules.owner_word
+        return [f", {word} {name}" if word else f", {name}" for name in schedule.rules.owners]
     chunks = schedule.placement.chunks
     return [""] if chunks == 1 else [f", chunk {chunk}" for chunk in range(chunks)]
 

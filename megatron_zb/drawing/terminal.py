@@ -253,8 +253,12 @@ def _legend(timeline: Timeline) -> list[Text]:
         )
         return [*lines, Text(f"{numbers}; {IDLE} idle", style="dim")]
     paired = f"{PAIRED} joins a pair; " if timeline.schedule.pairs else ""
-    what = "adapter" if timeline.schedule.rules.owners else "chunk"
-    numbers = f"{_letters(chunks, what)}number: microbatch; {paired}{IDLE} idle"
+    rules = timeline.schedule.rules
+    if rules.owners and not rules.owner_word:
+        letters = "capital letter: {}, small: {}; ".format(*rules.owners)
+    else:
+        letters = _letters(chunks, rules.owner_word if rules.owners else "chunk")
+    numbers = f"{letters}number: microbatch; {paired}{IDLE} idle"
     return [*lines, Text(numbers, style="dim")]
 
 

@@ -62,6 +62,9 @@ class Rules:
         """Entries of the table, or those that replace them, by kind."""
         return {it.kind: it for it in self.table}
 
+    owner_word: ClassVar[str] = "adapter"
+    """What stands before the names of :attr:`owners`, if anything."""
+
     @property
     def owners(self) -> tuple[str, ...]:
         """Names of the trainings that share the pipeline; none where there is one."""
@@ -70,6 +73,10 @@ class Rules:
     def owner_of(self, unit: int) -> int:
         """Return the index of the training that a unit is of, among :attr:`owners`."""
         return 0
+
+    def microbatch_of(self, unit: int) -> int:
+        """Return the number of a unit in a drawing."""
+        return unit
 
     @property
     def spans(self) -> tuple[OwnerStep, ...]:

@@ -26,6 +26,8 @@ FLAGS = {
     "attention": "0.5",
     "adapters": "2",
     "adapter_steps": "3",
+    "encoder": "0.1",
+    "reference": "0.5",
     "forward": "1.5",
     "backward": "1.25",
     "weight": "0.5",

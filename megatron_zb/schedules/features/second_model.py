@@ -23,7 +23,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import product
 from operator import add, sub
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -228,6 +228,8 @@ class SecondModelRules(UnitRules):
     trained: Placement = field(kw_only=True)
     microbatches: int = field(kw_only=True)
     whole: bool = field(default=False, kw_only=True)
+
+    owner_word: ClassVar[str] = ""
 
     @classmethod
     def of(cls, second: SecondModel, trained: Placement, num_microbatches: int) -> SecondModelRules:
