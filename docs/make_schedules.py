@@ -44,6 +44,9 @@ VARIED_COMMAND = "python benchmarks/feature_gains.py varied"
 # The table of sizes: p, m, and F, B, W and a transfer of one microbatch on one rank.
 SIZES = (8, 32)
 COSTS = (1.0, 1.2, 0.8, 0.05)
+# The table of two directions: p, m, and costs with W and without.
+DIRECTIONS_SIZES = (8, 8)
+DIRECTIONS_COSTS = ((1.0, 1.0, 1.0, 0.0), (1.0, 1.0, 0.0, 0.0))
 # The pictures: small enough to read every number in a page.
 PICTURE_SIZES = (4, 8)
 PICTURE_LIMITS = {"auto": 0.5}
@@ -68,6 +71,7 @@ def main() -> None:
     text = page.read_text(encoding="utf-8")
     for name, lines in {
         "catalog": catalog_table(),
+        "directions": directions_table(),
         "grid": grid_table(quality),
         "unequal": unequal_table(quality),
         "time": time_table(quality),
@@ -181,6 +185,29 @@ def catalog_table() -> list[str]:
         "",
         f"{', '.join(whole[:-1])} and {whole[-1]} do not split the backward.",
     ]
+
+
+def directions_table() -> list[str]:
+    """Idle times of one and of two directions, with as many microbatches as ranks."""
+    rows = []
+    for name in ("chimera", "bitpipe", "interleaved", "v-zb", "dualpipe-v"):
+        timelines = [_timeline(name, DIRECTIONS_SIZES, costs) for costs in DIRECTIONS_COSTS]
+        rows.append(
+            [
+                f"`{name}`",
+                timelines[0].schedule.placement.copies,
+                *(f"{timeline.bubble_rate:.1%}" for timeline in timelines),
+                f"{max(timelines[0].peak_activation):g}",
+            ]
+        )
+    headings = (
+        "schedule",
+        "copies of the weights",
+        "F, B and W alike",
+        "no W, F and B alike",
+        "peak",
+    )
+    return table(headings, rows)
 
 
 # --- from the results -----------------------------------------------------------------------------

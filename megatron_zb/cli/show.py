@@ -259,16 +259,32 @@ def _save_page(path: Path, arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"there is no page for {arguments.name}: give a name that ends in .png or .svg"
         )
-    if arguments.slices is not None:
-        raise UsageError("there is no page for slices: give a name that ends in .png or .svg")
+    for name in ("slices", "encoder", "reference"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"there is no page for {name}: give a name that ends in .png or .svg")
+    if arguments.name is not None:
+        _check_page(arguments.name, catalog.family(arguments.name).copies)
     from megatron_zb.drawing import html_page
     from megatron_zb.drawing.html_page import save_schedule
 
     html_page.check(path)
     timeline = _timeline(arguments, MOST_IN_PICTURE)
+    _check_page(timeline.schedule.name, timeline.schedule.placement.copies)
     costs = _costs(arguments, timeline.schedule.placement.pipeline_size)
     report = timeline.schedule.report or _report(timeline)
     save_schedule(path, timeline, report, costs, arguments.memory_limit)
+
+
+def _check_page(name: str, copies: int) -> None:
+    """Refuse the page of a schedule with several copies of the model, whose routes no page knows.
+
+    Raises:
+        UsageError: there are several.
+    """
+    if copies > 1:
+        raise UsageError(
+            f"there is no page for {name}, in two directions: give a name that ends in .png or .svg"
+        )
 
 
 def _report(timeline: schedules.Timeline) -> schedules.Report:
