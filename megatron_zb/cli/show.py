@@ -14,7 +14,7 @@ from megatron_zb.cli.extensions import extension_of, extensions
 from megatron_zb.errors import UsageError, raise_first
 from megatron_zb.parsing import add_flags, flag_of, positive, seconds
 from megatron_zb.schedules import catalog, conflicts, interchange
-from megatron_zb.schedules.bounds import lower_bound
+from megatron_zb.schedules.bounds import WHOLE, lower_bound
 from megatron_zb.schedules.features.adapters import Adapters
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.pairs import Communication
@@ -23,6 +23,7 @@ from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
 from megatron_zb.schedules.features.slices import KEPT, Slicing
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.rules import TrainingRules
 
 # The choices that a schedule may have, as build() and the command line name them.
 _CHOICES = ("memory_limit", "chunks", "group_size")
@@ -289,14 +290,10 @@ def _check_page(name: str, copies: int) -> None:
 
 def _report(timeline: schedules.Timeline) -> schedules.Report:
     """Return the report of a table, with the lower bound within the memory that it takes itself."""
-    schedule = timeline.schedule
-    bound = lower_bound(
-        schedule.placement,
-        schedule.num_microbatches,
-        timeline.costs,
-        timeline.peak_memory,
-        schedule.rules.grain,
-    )
+    schedule, rules = timeline.schedule, timeline.schedule.rules
+    grain = rules.grain if isinstance(rules, TrainingRules) else WHOLE
+    sizes = schedule.placement, schedule.num_microbatches
+    bound = lower_bound(*sizes, timeline.costs, timeline.peak_memory, grain)
     return schedules.Report(timeline.makespan, bound)
 
 

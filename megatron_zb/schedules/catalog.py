@@ -473,17 +473,12 @@ def build(
             quick=quick,
         )
     )
-    further = {conflicts.ADAPTERS: adapters, conflicts.SECOND_MODEL: second_model}
-    further |= {conflicts.BACK_TO_BACK: back_to_back or None}
-    words = conflicts.requested(
-        chosen.name,
-        request.costs,
-        has_fixed_order=not chosen.searches,
-        is_sliced=slicing.slices > 1,
-        group_size=group_size,
-        also=[feature for feature, given in further.items() if given is not None],
-    )
-    raise_first(conflicts.refusals(words))
+    further: dict[str, object] = {
+        conflicts.ADAPTERS: adapters,
+        conflicts.SECOND_MODEL: second_model,
+        conflicts.BACK_TO_BACK: back_to_back or None,
+    }
+    _check_combined(chosen, request, slicing, further)
     _check_placement(chosen, placement, pipeline_size, chunks)
     if second_model is not None:
         return with_second_model(request, second_model, partial(_base, chosen))
@@ -493,6 +488,28 @@ def build(
     if adapters is not None:
         requests = [adapter_request(request, adapters)]
     return _fastest(chosen, requests)
+
+
+def _check_combined(
+    chosen: Family, request: Request, slicing: Slicing, further: Mapping[str, object]
+) -> None:
+    """Refuse what cannot be combined.
+
+    Args:
+        further: features by their names in the table of :mod:`conflicts`, None if not given.
+
+    Raises:
+        UsageError: names two of them.
+    """
+    words = conflicts.requested(
+        chosen.name,
+        request.costs,
+        has_fixed_order=not chosen.searches,
+        is_sliced=slicing.slices > 1,
+        group_size=request.group_size,
+        also=[feature for feature, given in further.items() if given is not None],
+    )
+    raise_first(conflicts.refusals(words))
 
 
 def _units_of(adapters: Adapters, num_microbatches: int | None) -> int:
