@@ -262,7 +262,7 @@ def test_an_encoder_of_the_next_batch_is_in_the_bubbles() -> None:
 
 def test_an_encoder_of_its_own_step_is_partly_in_the_bubbles() -> None:
     seconds = 0.3 * M
-    assert in_bubbles(CUT, P, M, seconds) >= 0.2
+    assert in_bubbles(CUT, P, M, seconds) >= 0.1
 
 
 @pytest.mark.long

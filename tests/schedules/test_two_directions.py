@@ -216,7 +216,7 @@ def test_the_exchange_fills_waits() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        ("2F0,", "", "the next F of stage 2 is microbatch 0"),
+        ("2F0,", "", "its F has not run yet"),
         ("2F0,", "2F1,", "the next F of stage 2 is microbatch 0"),
         ("2X0,", "", "its X has not run yet"),
         (",2Y0", "", "0 of 1 Y passes are listed"),

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import product
-from operator import add, sub
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,7 +34,7 @@ from megatron_zb.schedules.costs import Costs, latency
 from megatron_zb.schedules.kinds import TRAINING_KINDS, Kind
 from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement, placement_of
-from megatron_zb.schedules.request import Limit, Request, keeps
+from megatron_zb.schedules.request import Limit, LimitTooSmall, Request, keeps
 from megatron_zb.schedules.rules import Sizes
 from megatron_zb.schedules.schedule import Report, Schedule
 from megatron_zb.schedules.search.hill_climbing import Pool, polished_pool
@@ -636,6 +636,7 @@ SECONDS = 4.0
 
 _PACE = replace(SINGLE, most=Effort(runs=0, moves=400_000), parts=(2, 1))
 _STARTS = 4  # orders with filled gaps that are polished
+_ROUNDING = 1e-9
 _TRIES = 3  # of a trained model with less memory, so that both keep a limit
 _THRESHOLDS = (0.6, 1.0, 0.6, 0.15, 0.15)
 
@@ -671,23 +672,25 @@ def with_second_model(
         UsageError: tables have other sizes, or the limit is too small for both.
     """
     second.check(request.pipeline_size, request.num_microbatches)
-    users, asked = request.limit.per_rank(request.costs), request
+    base = build(request)
+    beside = _Beside(base, request, second)
+    users = request.limit.per_rank(request.costs)
+    if users is None:
+        return beside.searched(beside.least_memory(base.limits))
+    left = users
     for _ in range(_TRIES):
-        base = build(asked)
+        over = max(map(operator.sub, beside.least_memory(users), users))
+        left = tuple(most - over for most in left)
+        if over <= _ROUNDING or min(left) <= 0.0:
+            break
+        limit = Limit(bytes=tuple(map(operator.add, left, request.costs.fixed)))
+        try:
+            base = build(replace(request, limit=limit))
+        except LimitTooSmall:
+            break
         beside = _Beside(base, request, second)
-        if users is None:
-            return beside.searched(beside.least_memory(base.limits))
-        over = max(map(sub, beside.least_memory(users), users))
-        if over <= 1e-9:
-            break
-        left = tuple(most - over for most in asked.limit.per_rank(request.costs) or users)
-        if min(left) <= 0:
-            break
-        fixed = map(add, left, request.costs.fixed)
-        asked = replace(request, limit=Limit(bytes=tuple(fixed)))
-    request.check_feasible(
-        base.schedule.name, base.schedule.placement, users, beside.least_memory(users)
-    )
+    needed = beside.least_memory(users)
+    request.check_feasible(base.schedule.name, base.schedule.placement, users, needed)
     return beside.searched(users)
 
 
@@ -729,7 +732,7 @@ class _Beside:
         def raised(timeline: Timeline) -> tuple[float, ...]:
             return tuple(map(max, timeline.peak_memory, limits))
 
-        return min(map(raised, self._known), key=lambda most: max(map(sub, most, limits)))
+        return min(map(raised, self._known), key=lambda most: max(map(operator.sub, most, limits)))
 
     def searched(self, limit: tuple[float, ...]) -> Schedule:
         """Return the best order that keeps a limit, with its report."""
@@ -815,7 +818,7 @@ class _Paths:
         rows = [(i, row) for i, row in enumerate(graph.rows) if row.kind.kind in (_F, _B, _W)]
         self._nodes = [i * graph.units + unit for i, row in rows for unit in row.visits or ()]
         self._seconds = {code: self._of(code, "seconds") for code in self._nodes}
-        self._before = {code: [] for code in self._nodes}
+        self._before: dict[int, list[tuple[int, float]]] = {code: [] for code in self._nodes}
         for i, row in rows:
             units = row.visits or ()
             for before, unit in zip((None, *units), units, strict=False):
