@@ -259,7 +259,7 @@ class TwoDirections(Feature):
            begun; or behind all passes, so that it delays none that others wait for.
         """
         timeline = simulate(schedule, costs)
-        orders = [_with_exchange(schedule, timeline, early=early) for early in (True, False)]
+        orders = [_with_sums(schedule, timeline, early=early) for early in (True, False)]
         return min(orders, key=lambda order: simulate(order, costs).makespan)
 
 
@@ -283,7 +283,7 @@ def of_both_copies(costs: Costs) -> Costs:
     )
 
 
-def _with_exchange(schedule: Schedule, timeline: Timeline, *, early: bool) -> Schedule:
+def _with_sums(schedule: Schedule, timeline: Timeline, *, early: bool) -> Schedule:
     """Return a schedule with X behind the last W of each stage, and Y early or at the end."""
     rules = schedule.rules
     assert isinstance(rules, BothWaysRules)
