@@ -39,7 +39,12 @@ def check_near(run: Logged, other: Logged, digits: float) -> None:
     [
         ("chimera", 4, "", 2e-6),
         ("bitpipe", 4, "", 2e-6),
-        ("chimera", 2, "--use-distributed-optimizer --attention-dropout .1", 1e-4),
+        (
+            "chimera",
+            2,
+            "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --attention-dropout .1",
+            1e-4,
+        ),
         ("bitpipe", 2, "--bf16", 1e-4),
     ],
     ids=["chimera", "bitpipe", "replicas", "bf16"],
