@@ -87,13 +87,19 @@ def _numbers(schedule: Schedule) -> dict[Pass, int]:
 
 
 def _inputs(schedule: Schedule) -> list[list[list[Pass]]]:
-    """Return the outputs that each pass waits for, from the task graph."""
+    """Return the outputs that each pass waits for, from the task graph.
+
+    Of those made on the rank itself, only the usual ones: its order has them before.
+    """
     graph = schedule.graph
 
     def inputs_of(p: Pass, rank: int) -> Iterator[Pass]:
+        usual = _usual(schedule, p)
         for code in graph.makers_of(graph.code_of(p, rank)):
             row, unit = divmod(code, graph.units)
-            yield Pass(graph.rows[row].kind.kind, graph.rows[row].stage, unit)
+            made = Pass(graph.rows[row].kind.kind, graph.rows[row].stage, unit)
+            if graph.rank_of(code) != rank or made in usual:
+                yield made
 
     return [
         [list(inputs_of(p, rank)) for p in passes] for rank, passes in enumerate(schedule.ranks)

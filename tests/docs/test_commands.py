@@ -114,7 +114,7 @@ def test_a_command_of_the_pages_runs(
         write_trace(ran(), Path("run.yaml"))
     if "adapters.yaml" in words:
         page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
-        [listed] = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+        listed, *_ = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
         Path("adapters.yaml").write_text(listed, encoding="utf-8")
     refused = "zb-h1" in words and "--overlap-moe-expert-parallel-comm" in words
     assert cli.main(words) == (2 if refused else 0)

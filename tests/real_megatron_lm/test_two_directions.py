@@ -9,6 +9,7 @@ import pytest
 from real_megatron_lm.runs import MODEL, PIPELINE, PIPELINE_OF_TWO, Logged, pretrain
 
 UNTIED = f"{MODEL} --untie-embeddings-and-output-weights"
+RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 SIZES = {2: PIPELINE_OF_TWO, 4: PIPELINE}
 
 
@@ -42,7 +43,7 @@ def check_near(run: Logged, other: Logged, digits: float) -> None:
         (
             "chimera",
             2,
-            "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --attention-dropout .1",
+            f"{RESHARDABLE} --attention-dropout .1",
             1e-4,
         ),
         ("bitpipe", 2, "--bf16", 1e-4),

@@ -106,7 +106,7 @@ def test_a_placement_of_no_known_shape_is_custom() -> None:
         ("(0F0;0B0)OVERLAP_F_B\n1F0,1B0\n", "row 1, column 1, '0F0': .*rule 'pair': 0BW0 needs"),
         ("(0B0;0F0)OVERLAP_F_B\n1F0,1B0\n", "row 1, column 1, '0B0': .*'order'"),
         ("(0F0;0W0)OVERLAP_F_B\n1F0,1B0\n", "row 1, column 1, '0W0': .*'order'"),
-        ("(0F0;0X0)OVERLAP_F_B\n1F0,1B0\n", "row 1, column 1: '0X0' is no pass"),
+        ("(0F0;0Z0)OVERLAP_F_B\n1F0,1B0\n", "row 1, column 1: '0Z0' is no pass"),
         ("(0F0;0B0;0F1)OVERLAP_F_B\n1F0,1B0\n", r"row 1, column 1: '\(0F0;0B0;0F1.*is no pass"),
         ("0F0,(0F1;0B0)\n1F0,1B0\n", r"row 1, column 2: '\(0F1;0B0\)' is no pass"),
         ('"0F0', "'placement': the table has one row"),
