@@ -41,7 +41,7 @@ def _setting(default: Any = None, *, example: str | None = "v-half", **argument:
     return field(default=default, metadata={"example": example, **argument})
 
 
-_ANY_SCHEDULE = f"the pipeline schedule by name: {', '.join(catalog.names())}"
+_ANY_SCHEDULE = f"the pipeline schedule by name: {', '.join(catalog.all_names())}"
 _WHERE_FASTER = (
     "auto or on: wherever that makes the step faster within --pipeline-memory-limit. off: nowhere. "
     "Losses are equal to the last bit (default: off)"

@@ -345,7 +345,7 @@ _BY_NAME = {name: f for f in (*_FAMILIES, *_TWO_DIRECTIONS) for name in (f.name,
 
 
 def names() -> list[str]:
-    """Return the names of schedules that can be run, without aliases."""
+    """Return the names of schedules with one copy of the model, without aliases."""
     return [f.name for f in _FAMILIES]
 
 
