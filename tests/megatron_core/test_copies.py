@@ -26,6 +26,7 @@ from ranks import RankPools
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.random_streams import global_parameters
+from megatron_zb.schedules import interchange
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.step_plan import Lengths
 
@@ -34,10 +35,12 @@ BASE = GPTCase(tied=False, layers=8)
 
 
 def gradients_of(
-    case: GPTCase, schedule: Schedule | None, units: list[int]
+    case: GPTCase, schedule: Schedule | None, units: list[int], *, warms_up: bool = False
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and gradients of some of the microbatches, under a schedule or Megatron's own."""
     with built(case, schedule, len(units)) as (adapter, chunks):
+        if adapter and warms_up:
+            adapter.warm_up(always=True)
         function = adapter.forward_backward_func if adapter else get_forward_backward_func()
         data = [
             iter([b for i, b in enumerate(microbatches(case, M)) if i in units]) for _ in chunks
@@ -89,6 +92,22 @@ def test_gradients_are_the_sums_of_those_of_both_directions(ranks: RankPools, na
             torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-8, msg=key)
         else:
             assert torch.equal(value, expected), key
+
+
+@pytest.mark.long
+def test_a_warm_up_and_a_table_change_nothing(ranks: RankPools) -> None:
+    schedule = both_ways("bitpipe", 2, M)
+    expected = whole(ranks(2).run(gradients_of, case=BASE, schedule=schedule, units=[*range(M)]))
+    table = interchange.from_csv(interchange.to_csv(schedule))
+    assert table.placement == schedule.placement
+    for other, warms_up in ((schedule, True), (table, False)):
+        losses, ours = whole(
+            ranks(2).run(
+                gradients_of, case=BASE, schedule=other, units=[*range(M)], warms_up=warms_up
+            )
+        )
+        assert losses == expected[0]
+        assert all(torch.equal(value, ours[name]) for name, value in expected[1].items())
 
 
 def losses_after_checkpoints(
