@@ -110,9 +110,10 @@ class Runner:
         problem, activation = self.problem, self.problem.largest_activation
         mean = problem.costs.mean_activation
         chunks, stages_of = problem.placement.chunks, problem.placement.stages_of
+        held_at_once = [sum(mean[s] for s in held) / chunks for held in stages_of]
         self._slots = [
-            limit / (sum(mean[s] for s in held) / chunks)
-            for held, limit in zip(stages_of, problem.limit, strict=True)
+            limit / one if one > 0 else float(problem.num_microbatches)
+            for one, limit in zip(held_at_once, problem.limit, strict=True)
         ]
         self._sizes = [[mean[s] for s in held[:-1]] for held in stages_of]
         # with room for the largest microbatch in each chunk, every one can move on
