@@ -171,3 +171,15 @@ def test_neighbours_move_quotas_of_a_range_of_ranks_by_one_or_two_either_way() -
         moved = [rank for rank, step in enumerate(shift[0::2]) if step]
         assert moved == list(range(moved[0], moved[-1] + 1))
         assert len({shift[2 * rank] for rank in moved}) == 1
+
+
+def test_a_rank_that_holds_nothing_has_no_quota() -> None:
+    """Its memory is no reason to run fewer microbatches at once."""
+    uneven = replace(_COSTS, memory={name: (0.0, 1.0, 1.0, 1.0) for name in _COSTS.memory})
+    table = uneven.for_placement(v_shape(_P))
+    nothing = {s: 0.0 for s in v_shape(_P).stages_of[0]}
+    held = tuple(nothing.get(s, x) for s, x in enumerate(table.memory["activation"]))
+    table = replace(table, memory=dict.fromkeys(table.memory, held))
+    problem = Problem(v_shape(_P), _M, table, (2.5,) * _P)
+    found = hill_climbing.search(problem, Effort(20, 200), 0.0, [])
+    assert sum(map(len, found.ranks)) == 3 * 2 * _P * _M
