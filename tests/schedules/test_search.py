@@ -175,9 +175,9 @@ def test_neighbours_move_quotas_of_a_range_of_ranks_by_one_or_two_either_way() -
 
 def test_a_rank_that_holds_nothing_has_no_quota() -> None:
     """Its memory is no reason to run fewer microbatches at once."""
-    uneven = replace(_COSTS, memory={name: (0.0, 1.0, 1.0, 1.0) for name in _COSTS.memory})
+    uneven = replace(_COSTS, memory=dict.fromkeys(_COSTS.memory, (0.0, 1.0, 1.0, 1.0)))
     table = uneven.for_placement(v_shape(_P))
-    nothing = {s: 0.0 for s in v_shape(_P).stages_of[0]}
+    nothing = dict.fromkeys(v_shape(_P).stages_of[0], 0.0)
     held = tuple(nothing.get(s, x) for s, x in enumerate(table.memory["activation"]))
     table = replace(table, memory=dict.fromkeys(table.memory, held))
     problem = Problem(v_shape(_P), _M, table, (2.5,) * _P)
