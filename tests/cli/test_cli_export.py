@@ -84,7 +84,7 @@ def test_an_export_goes_to_stdout(
         (["show", "--csv", "x.csv", "--memory-limit", "1"], "leave --memory-limit out"),
         (["show", "--csv", "x.csv", "--group-size", "4"], "leave --group-size out"),
         (["show", "--csv", "none.csv"], "cannot read 'none.csv': No such file or directory"),
-        (["show", "--csv", "broken.csv"], "broken.csv: row 2, column 2: '1X0' is no pass"),
+        (["show", "--csv", "broken.csv"], "broken.csv: row 2, column 2: '1Z0' is no pass"),
         (
             ["export", "v-half", *SIZES, "--format", "csv", "--output", "broken.csv/x"],
             "broken.csv' is a file and no folder",
@@ -99,7 +99,7 @@ def test_what_the_user_can_mend_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.csv").write_text("0F0,0B0\n1F0,1X0\n")
+    (tmp_path / "broken.csv").write_text("0F0,0B0\n1F0,1Z0\n")
     assert cli.main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

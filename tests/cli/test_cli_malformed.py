@@ -50,7 +50,7 @@ TABLES = {
     "blank.csv": ("\n\n\n", "the table has no passes"),
     "one-row.csv": ("0F0,0B0\n", "a pipeline has a row for each of its 2 or more ranks"),
     "word.csv": ("0F0,0B0\n1F0,hello\n", "'hello' is no pass: write stage, F, I, W or B"),
-    "letter.csv": ("0F0,0X0\n1F0,1B0\n", "row 1, column 2: '0X0' is no pass"),
+    "letter.csv": ("0F0,0Z0\n1F0,1B0\n", "row 1, column 2: '0Z0' is no pass"),
     "negative.csv": ("0F0,0B-1\n1F0,1B0\n", "row 1, column 2"),
     "fraction.csv": ("0F0,0B0\n1F0.5,1B0\n", "row 2, column 1"),
     "huge.csv": ("0F99999999,0B0\n1F0,1B0\n", "a number of more than 7 digits"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from real_megatron_lm.adapter_runs import (
     FOUR,
@@ -55,6 +54,8 @@ def losses(run: Logged, name: str) -> list[str]:
 
 
 def test_each_has_its_curves(checkout: Path, checkpoint_of_two: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     board = tmp_path / "board"
     flags = f"--tensorboard-dir {board} --tensorboard-log-interval 2"
     run = train(checkout, checkpoint_of_two, tmp_path, {"a": FOUR["a"]}, "v-half", flags)
