@@ -146,6 +146,7 @@ SHOWN = {
     "graphs": "CUDA graphs",
     "copies": "`weights: all` in the file of `--pipeline-adapters`",
     "any": "any schedule",
+    "two_ways": "`chimera` and `bitpipe`",
     "one_chunk": "a schedule with one chunk per rank",
     "fixed_order": "a schedule with a fixed order (`gpipe`, `1f1b`, `interleaved`, `zb-h1`, "
     "`zb-h2`)",
@@ -220,7 +221,7 @@ def values(argument: dict[str, Any]) -> str:
 
 def code(text: str) -> str:
     """Return a text with its flags and its names of schedules marked as code."""
-    schedules = "|".join(map(re.escape, sorted(catalog.names(), key=len, reverse=True)))
+    schedules = "|".join(map(re.escape, sorted(catalog.all_names(), key=len, reverse=True)))
     plain = rf"`[^`]*`|--[a-z0-9][\w-]*|(?<![\w-])(?:{schedules})(?![\w-])"
     return re.sub(plain, lambda hit: hit[0] if hit[0].startswith("`") else f"`{hit[0]}`", text)
 

@@ -105,6 +105,7 @@ TITLES = {
     "one_chunk": "One chunk per rank",
     "inner_stages": "More than two stages",
     "v": "A placement in a V (v-half, v-min, v-zb, 1f1b-v, dualpipe-v, wave)",
+    "two_ways": "Two directions (chimera, bitpipe)",
     "split": "Split backward",
     "fixed_order": "A fixed order (gpipe, 1f1b, interleaved, zb-h1, zb-h2)",
     "chunks": "Several chunks per rank",

@@ -1,4 +1,4 @@
-"""What the scripts of a page are told of the units of an order, beside its passes as text.
+"""Units of an order as data for the scripts of a page, in addition to its passes as text.
 
 Most orders need none of this: each kind of pass takes the microbatches in turn, F waits for the
 stage before and B for the one behind. Of other orders a page has lists, which Python takes from the

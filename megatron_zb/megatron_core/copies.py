@@ -24,6 +24,7 @@ from megatron.core.utils import unwrap_model
 from torch.utils._pytree import tree_map_only
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.data_parallel import overlaps_grad_reduce
 from megatron_zb.megatron_core.model_ends import gradient_of
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.step import Step, StepPart, device
@@ -40,7 +41,6 @@ class CopiesPart(StepPart):
         physical: the stages of the ranks.
     """
 
-    fact = "has_copies"
     handlers: Mapping[PassKind, Handler] = {
         X: lambda stage, microbatch: _handed_over(stage.model_chunk),
         Y: lambda stage, microbatch, received: _add(stage.model_chunk, received),
@@ -76,9 +76,14 @@ class CopiesPart(StepPart):
         """Let each chunk read the microbatches that pass it.
 
         Raises:
-            UsageError: the copies of a stage have other weights, or the step was planned for
-                unequal microbatches.
+            UsageError: the copies of a stage have other weights, gradients are reduced before the
+                copies are added up, or the step was planned for unequal microbatches.
         """
+        if any(map(overlaps_grad_reduce, step.model)):
+            raise UsageError(
+                f"{step.program.schedule.name}: overlap_grad_reduce reduces gradients before those "
+                "of both copies are added: leave it out"
+            )
         if step.order is not None or step.lengths is not None:
             raise UsageError(
                 f"{step.program.schedule.name}: steps of two copies are not planned for unequal "

@@ -18,12 +18,8 @@ from megatron_zb.schedules.features import two_directions
 from megatron_zb.schedules.features.adapters import Adapters, adapter_request, of_adapters
 from megatron_zb.schedules.features.part import Part
 from megatron_zb.schedules.features.recompute_or_offload import in_its_order
-from megatron_zb.schedules.features.second_model import (
-    Base,
-    SecondModel,
-    beside_second_model,
-    with_second_model,
-)
+from megatron_zb.schedules.features.second_model import SecondModel, beside_second_model
+from megatron_zb.schedules.features.second_model_orders import Base, with_second_model
 from megatron_zb.schedules.features.slices import Slicing, of_table, sliced_requests
 from megatron_zb.schedules.features.vocabulary import Vocabulary, fastest_with_vocabulary
 from megatron_zb.schedules.placement import Placement, looped
@@ -312,9 +308,6 @@ _FAMILIES = (
         "this package",
         takes_chunks=True,
     ),
-)
-
-_TWO_DIRECTIONS = (
     Family(
         "chimera",
         two_directions.chimera,
@@ -341,17 +334,17 @@ _TWO_DIRECTIONS = (
     ),
 )
 
-_BY_NAME = {name: f for f in (*_FAMILIES, *_TWO_DIRECTIONS) for name in (f.name, *f.aliases)}
+_BY_NAME = {name: f for f in _FAMILIES for name in (f.name, *f.aliases)}
 
 
 def names() -> list[str]:
     """Return the names of schedules with one copy of the model, without aliases."""
-    return [f.name for f in _FAMILIES]
+    return [f.name for f in _FAMILIES if f.copies == 1]
 
 
 def all_names() -> list[str]:
     """Return the names that :func:`build` takes, without aliases."""
-    return [*names(), *(f.name for f in _TWO_DIRECTIONS)]
+    return [f.name for f in _FAMILIES]
 
 
 def suggest(name: str) -> list[str]:

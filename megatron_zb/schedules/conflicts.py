@@ -6,7 +6,7 @@ rows of its own flags in ``megatron_core/refusals.yaml``: a test compares them w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_zb.errors import Refusal
@@ -60,6 +60,13 @@ _BESIDE = "its passes run beside F, B and W of whole microbatches alone; leave o
 _OF_ONE = "its order is that of one training; leave one out"
 _BOTH_WAYS = "its passes are those of whole microbatches that keep every activation; leave one out"
 
+_FEATURES = (RECOMPUTATION, OFFLOAD, VOCABULARY, COMMUNICATION, PARTS, SLICES)
+
+
+def _with_each(one: str, others: Iterable[str], why: str) -> Iterator[Conflict]:
+    return (Conflict(one, other, why) for other in others)
+
+
 CONFLICTS = (
     Conflict(RECOMPUTATION, VOCABULARY, _ALL_KEPT),
     Conflict(OFFLOAD, VOCABULARY, _ALL_KEPT),
@@ -72,37 +79,10 @@ CONFLICTS = (
         COMMUNICATION, SLICES, "communication in F and B is of whole microbatches; leave one out"
     ),
     Conflict(PARTS, SLICES, "further passes are of whole microbatches; leave one out"),
-    Conflict(ADAPTERS, VOCABULARY, _OF_ONE),
-    Conflict(ADAPTERS, SLICES, _OF_ONE),
-    Conflict(ADAPTERS, PARTS, _OF_ONE),
-    Conflict(ADAPTERS, COMMUNICATION, _OF_ONE),
-    *(
-        Conflict(SECOND_MODEL, other, _BESIDE)
-        for other in (
-            RECOMPUTATION,
-            OFFLOAD,
-            VOCABULARY,
-            COMMUNICATION,
-            PARTS,
-            SLICES,
-            ADAPTERS,
-            BACK_TO_BACK,
-        )
-    ),
+    *_with_each(ADAPTERS, (VOCABULARY, SLICES, PARTS, COMMUNICATION), _OF_ONE),
+    *_with_each(SECOND_MODEL, (*_FEATURES, ADAPTERS, BACK_TO_BACK), _BESIDE),
     Conflict(GROUPS, VOCABULARY, "its order is searched for, and has no groups; leave one out"),
-    *(
-        Conflict(DIRECTIONS, other, _BOTH_WAYS)
-        for other in (
-            RECOMPUTATION,
-            OFFLOAD,
-            VOCABULARY,
-            COMMUNICATION,
-            PARTS,
-            SLICES,
-            ADAPTERS,
-            SECOND_MODEL,
-        )
-    ),
+    *_with_each(DIRECTIONS, (*_FEATURES, ADAPTERS, SECOND_MODEL), _BOTH_WAYS),
 )
 
 

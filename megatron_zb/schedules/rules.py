@@ -34,7 +34,13 @@ class Sizes(Protocol):
 
 
 class OwnerStep(NamedTuple):
-    """Units in a row, from ``first`` on, that are a step of the training ``owner``."""
+    """One optimizer step of a training: consecutive units that begin with ``first``.
+
+    Args:
+        first: number of the first unit.
+        owner: index of the training.
+        words: description of the step, such as ``step 2 of adapter french``.
+    """
 
     first: int
     owner: int

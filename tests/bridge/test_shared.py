@@ -1,4 +1,4 @@
-"""Several trainings in one pipeline: what is wrong with them is told before anything is built."""
+"""Errors of several trainings in one pipeline, raised before anything is built."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def training(iterators: int) -> dict[str, SharedTraining]:
 
 
 def chunk(*, trained: bool = True, shared: bool = False) -> Any:
-    layer = torch.nn.Linear(2, 2).requires_grad_(trained)
+    layer: Any = torch.nn.Linear(2, 2).requires_grad_(trained)
     if shared:
-        setattr(layer.weight, "shared_embedding", True)  # noqa: B010  # as Megatron marks it
+        layer.weight.shared_embedding = True  # as Megatron marks it
     return layer
 
 

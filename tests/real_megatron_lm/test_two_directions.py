@@ -53,7 +53,7 @@ def check_near(run: Logged, other: Logged, digits: float) -> None:
 def test_both_directions_train_one_model(
     checkout: Path, untied: Path, tmp_path: Path, name: str, p: int, more: str, digits: float
 ) -> None:
-    """It goes on from a checkpoint of 1F1B, and 1F1B and itself go on from one of its own."""
+    """A run resumes from a checkpoint of 1F1B; 1F1B and a second run resume from its own."""
     ranks = 4 if "distributed" in more else p
     model, chosen = f"{UNTIED} {SIZES[p]} {more}", f"--pipeline-schedule {name}"
     save = f"--save {tmp_path} --save-interval 4"

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_zb.plan import workers
-from megatron_zb.schedules.features import pairs, recomputation, second_model, vocabulary
+from megatron_zb.schedules.features import pairs, recomputation, second_model_orders, vocabulary
 from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import hill_climbing, kernels, placement_search
@@ -22,7 +22,7 @@ from megatron_zb.schedules.search.hill_climbing import Found, Problem, search
 from megatron_zb.schedules.search.runner import Effort
 
 _search_pairs, _SECONDS = pairs.search_pairs, recomputation.SECONDS
-_SECONDS_OF_SECOND = second_model.SECONDS
+_SECONDS_OF_SECOND = second_model_orders.SECONDS
 _BRIEF_SECONDS = 0.2
 _NO_EFFORT = Effort(0, 0)
 _MOST = Effort(runs=100, moves=1000)
@@ -39,7 +39,7 @@ def briefly() -> Iterator[None]:
             patch.setattr(hill_climbing, "engine", lambda passes: kernels.engine(float("inf")))
             for module in (pairs, vocabulary):
                 patch.setattr(module, "search_pairs", brief_search_of_pairs)
-            for module in (recomputation, second_model):
+            for module in (recomputation, second_model_orders):
                 patch.setattr(module, "SECONDS", _BRIEF_SECONDS)
             # a planner's other processes would search at length, once it has taken a while
             patch.setattr(workers, "AFTER", math.inf)
@@ -56,7 +56,7 @@ def at_length() -> Iterator[None]:
         for module in (pairs, vocabulary):
             patch.setattr(module, "search_pairs", _search_pairs)
         patch.setattr(recomputation, "SECONDS", _SECONDS)
-        patch.setattr(second_model, "SECONDS", _SECONDS_OF_SECOND)
+        patch.setattr(second_model_orders, "SECONDS", _SECONDS_OF_SECOND)
         yield
 
 

@@ -128,7 +128,7 @@ class BothWaysRules(UnitRules):
         return (self.last_on(stage),) if kind in EXCHANGE else super().visits(kind, stage)
 
     def more_inputs(self, graph: TaskGraph) -> Mapping[int, tuple[int, ...]]:
-        """Return the X that each Y waits for, beside that of its own stage: that of the copy."""
+        """Return the additional input of each Y: the X of the copy of its stage."""
         if graph.forward_only:
             return {}
 
