@@ -10,6 +10,8 @@ docs/results; what they lack is said to be missing, with the command that makes 
   python benchmarks/feature_gains.py varied | tail -n 1 > varied.json
   python docs/make_schedules.py --results quality.json --exact exact.json --others others.json
   python docs/make_schedules.py --varied varied.json
+  python benchmarks/feature_gains.py second-model | tail -n 1 > second.json
+  python docs/make_schedules.py --second-model second.json
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ PAGE = DOCS / "schedules.md"
 QUALITY = Path("results") / "schedule_quality.json"
 EXACT = Path("results") / "exact_gap.json"
 OTHERS = Path("results") / "beside_others.json"
+SECOND_MODEL = Path("results") / "second_model.json"
 VARIED = Path("results") / "varied_passes.json"
 QUALITY_COMMAND = "python benchmarks/schedule_quality.py --output FILE"
 EXACT_COMMAND = "python benchmarks/exact_gap.py"
@@ -60,6 +63,7 @@ def main() -> None:
         (args.exact, EXACT),
         (args.others, OTHERS),
         (args.varied, VARIED),
+        (args.second_model, SECOND_MODEL),
     ):
         if given is not None:
             _keep(given, args.docs / kept)
@@ -72,6 +76,7 @@ def main() -> None:
     for name, lines in {
         "catalog": catalog_table(),
         "directions": directions_table(),
+        "second model": second_model_table(_read(args.docs / SECOND_MODEL)),
         "grid": grid_table(quality),
         "unequal": unequal_table(quality),
         "time": time_table(quality),
@@ -93,6 +98,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--exact", type=Path, help="last line of exact_gap.py to keep")
     parser.add_argument("--others", type=Path, help="output of beside_others.py to keep")
     parser.add_argument("--varied", type=Path, help="last line of feature_gains.py varied to keep")
+    parser.add_argument(
+        "--second-model", type=Path, help="last line of feature_gains.py second-model to keep"
+    )
     parser.add_argument("--tables-only", action="store_true", help="leave the pictures as they are")
     parser.add_argument("--docs", type=Path, default=DOCS, help="another folder than this one")
     return parser.parse_args()
@@ -208,6 +216,30 @@ def directions_table() -> list[str]:
         "peak",
     )
     return table(headings, rows)
+
+
+CASES = {
+    "encoder": "encoder of this step, its layers cut over all ranks",
+    "copies": "encoder of this step, a copy on each rank",
+    "ahead": "frozen encoder of the next step, cut",
+    "ahead, copies": "frozen encoder of the next step, copies",
+    "teacher": "teacher",
+}
+
+
+def second_model_table(results: dict[str, Any]) -> list[str]:
+    """Steps beside a second model with 16 microbatches, and what of it runs in the bubbles."""
+    rows = {(it["case"], it["share"]): it for it in results["rows"] if it["microbatches"] == 16}
+    shares = sorted({share for _, share in rows})
+    body = []
+    for case, words in CASES.items():
+        cells = [rows[case, share] for share in shares]
+        fits = [f"{it['makespan']:.1f} ({it['fits']:.0%})" for it in cells]
+        elsewhere = [it.get("first") or it.get("before") for it in cells]
+        first = ["" if it is None else f"{it:.1f}" for it in elsewhere]
+        body.append([words, *fits, ", ".join(filter(None, first))])
+    headings = ["second model", *(f"{share:.0%} of the idle time" for share in shares)]
+    return table([*headings, "today's way"], body)
 
 
 # --- from the results -----------------------------------------------------------------------------

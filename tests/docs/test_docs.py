@@ -627,6 +627,12 @@ def test_the_idle_times_of_adapters_are_those_of_the_results() -> None:
         assert f"| `{name}` | {idle} |" in page
 
 
+def test_the_table_of_a_second_model_is_that_of_the_results() -> None:
+    make = load_script()
+    made = make.second_model_table(results("second_model.json"))
+    assert make.replaced(PAGE, "second model", made) == PAGE
+
+
 def test_the_table_of_two_directions_is_what_its_script_prints() -> None:
     make = load_script()
     assert make.replaced(PAGE, "directions", make.directions_table()) == PAGE
