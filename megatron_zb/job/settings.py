@@ -8,6 +8,7 @@ script of Megatron-LM also takes the arguments of an older zero-bubble code.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -54,6 +55,20 @@ def permission(text: str) -> str:
 
 
 PERMISSIONS = ("auto", "on", "off")
+
+
+def parse_encoder(text: str) -> float | str | None:
+    """Parse where an encoder runs: ``on``, ``off``, or the share that its forward takes.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if text in ("on", "off"):
+        return text if text == "on" else None
+    share = float(text)
+    if not 0 < share < math.inf:
+        raise ValueError(text)
+    return share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +222,16 @@ class ScheduleSettings:
         "of --pipeline-memory-limit. It needs --pipeline-offload auto (default: as much as makes "
         "the step faster)",
     )
+    pipeline_encoder: float | str | None = _setting(
+        type=parse_encoder,
+        metavar="on|SHARE",
+        help="run the vision encoder of the model on every rank, in the idle time between the "
+        "passes of the language model, and not on the first stage alone. Every rank has a copy of "
+        "it and encodes every p-th microbatch of p ranks. SHARE: its forward takes this share of "
+        "the forward of the language model, such as 0.2; on: counted from the sizes of images and "
+        "layers. Losses are equal to the last bit in the first step, and later up to the order of "
+        "sums. Checkpoints have one copy (default: off, the first stage runs the encoder)",
+    )
     pipeline_adapters: str | None = _setting(
         metavar="FILE",
         example="1f1b",
@@ -342,6 +367,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
         "pipeline_layer_layout",
         "pipeline_vocabulary",
         *_RECOMPUTE_AND_OFFLOAD,
+        "pipeline_encoder",
         "pipeline_adapters",
         "pipeline_adapter_steps",
         *_RUN_NAMES,

@@ -30,6 +30,7 @@ from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.features.adapters import Adapters
+from megatron_zb.schedules.features.second_model import SecondModel
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
@@ -56,7 +57,7 @@ def described(name: str, request: dict[str, Any]) -> dict[str, Any]:
             values[key] = hashlib.sha256(repr(value).encode()).hexdigest()[:16]
         elif isinstance(value, Placement):
             values[key] = [value.name, *value.rank_of]
-        elif isinstance(value, Written | Adapters):
+        elif isinstance(value, Written | Adapters | SecondModel):
             values[key] = repr(value)  # its text may be less
         else:
             values[key] = value

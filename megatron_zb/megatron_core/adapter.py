@@ -39,6 +39,8 @@ from megatron_zb.megatron_core.profiled_steps import ProfilePart, ProfileUse
 from megatron_zb.megatron_core.random_streams import LayerStreams, layers_draw_weights
 from megatron_zb.megatron_core.shared_pipeline import AdapterModel, SharedPipelinePart
 from megatron_zb.megatron_core.split_backward import SplitBackward, split_linear_layers
+from megatron_zb.megatron_core.spread_encoder import CHUNK as CHUNK_OF_ENCODER
+from megatron_zb.megatron_core.spread_encoder import EncoderPart
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart, device
 from megatron_zb.megatron_core.transformer_engine import (
@@ -78,7 +80,7 @@ class PipelineAdapter:
         versions.warn_of_core()
         self.current, self.placed = current, placed
         self._splits = [SplitBackward(WeightGradQueue()) for _ in range(placed.chunks)]
-        self._parts = PartList(placed.physical, current)
+        self._parts = PartList(placed.physical, current, self._splits)
         self.planned = PlannedSteps(current)
         """Plans of steps of unequal microbatches."""
         for part in (ReadAhead(self.planned), PlannedLengths(self.planned)):
@@ -198,6 +200,12 @@ class PipelineAdapter:
 
     def post_process(self, pp_rank: int, vp_stage: int | None) -> bool:
         return self.physical.holds_output(pp_rank, vp_stage)
+
+    def holds_encoder(self, pp_rank: int, vp_stage: int | None) -> bool:
+        """Whether a chunk is to be built with the encoder of the model, if it has one."""
+        if EncoderPart in self._parts:
+            return (vp_stage or 0) == CHUNK_OF_ENCODER
+        return self.pre_process(pp_rank, vp_stage)
 
     @property
     def predicted_bubble_rate(self) -> float:

@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.utils._pytree import tree_map_only
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
@@ -42,6 +43,17 @@ BOUND = "load_parameter_state_from_dp_reshardable"
 
 _WEIGHT_OF_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
 _LARGEST = 1 << 22  # elements of a weight that is read to compare; norms and biases have less
+
+
+def as_replicas(state: Any) -> Any:
+    """Return a sharded state that other ranks write, and this one only reads."""
+    return tree_map_only((ShardedTensor, ShardedObject), _as_replica, state)
+
+
+def _as_replica(sharded: Any) -> Any:
+    replica = sharded.replica_id
+    sharded.replica_id = replica + 1 if isinstance(replica, int) else (replica[0] + 1, *replica[1:])
+    return sharded
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class ChannelsPart(StepPart):
             step.transport = step.made_up
         elif step.shapes is not None:
             step.transport = KnownShapes(channels, step.shape_of_message, stages)
-        elif step.config.variable_seq_lengths:
+        elif step.shapes_vary:
             if self._headers is None:
                 self._headers = self._connected(step, "cpu", "gloo")
             step.transport = ShapedChannels(channels, self._headers, stages)
@@ -70,7 +70,7 @@ class ChannelsPart(StepPart):
             yield
 
     def _connected(self, step: Step, where: Any, backend: str | None = None) -> Channels:
-        placement = step.physical.placement
+        placement = step.program.schedule.placement
         return Channels(
             step.physical.pipeline_ranks(step.pg_collection.pp),
             placement,

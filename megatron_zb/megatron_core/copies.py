@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.utils import unwrap_model
 from torch.utils._pytree import tree_map_only
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.checkpoints import as_replicas
+from megatron_zb.megatron_core.data_iterators import Passing
 from megatron_zb.megatron_core.data_parallel import overlaps_grad_reduce
 from megatron_zb.megatron_core.model_ends import gradient_of
 from megatron_zb.megatron_core.placement import PhysicalPlacement
@@ -96,7 +97,7 @@ class CopiesPart(StepPart):
             self._are_checked = True
             self._check_equal(step.model)
         step.data_iterators = [
-            iterator and _Passing(iterator, _units_on(step, self._stage(chunk)))
+            iterator and Passing(iterator, _units_on(step, self._stage(chunk)))
             for chunk, iterator in enumerate(step.data_iterators)
         ]
 
@@ -174,35 +175,6 @@ def _units_on(step: Step, stage: int) -> Sequence[int]:
     return range(step.num_microbatches) if found is None else found
 
 
-class _Passing:
-    """The microbatches of an iterator that pass a stage; all else is asked of the iterator."""
-
-    def __init__(self, iterator: Any, units: Sequence[int]) -> None:
-        self._iterator, self._units = iterator, iter(units)
-        self._read = 0
-
-    def __iter__(self) -> _Passing:
-        return self
-
-    def __next__(self) -> Any:
-        self._skip(next(self._units))
-        self._read += 1
-        return next(self._iterator)
-
-    def finish(self, num_microbatches: int) -> None:
-        """Leave the iterator at the first microbatch of the next step, if any has been read."""
-        if self._read:
-            self._skip(num_microbatches)
-
-    def _skip(self, unit: int) -> None:
-        while self._read < unit:
-            next(self._iterator)
-            self._read += 1
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_iterator"], name)
-
-
 # --- gradients
 
 
@@ -243,12 +215,4 @@ def _fingerprint(chunk: Any) -> list[float]:
 
 def _not_saved(original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """Return what a checkpoint reads into a copy of a stage, and what the other one writes."""
-    found = original(*arguments, **keywords)
-    return tree_map_only((ShardedTensor, ShardedObject), _as_replica, found)
-
-
-def _as_replica(sharded: Any) -> Any:
-    replica = sharded.replica_id
-    first = replica + 1 if isinstance(replica, int) else (replica[0] + 1, *replica[1:])
-    sharded.replica_id = first
-    return sharded
+    return as_replicas(original(*arguments, **keywords))

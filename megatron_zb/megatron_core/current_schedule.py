@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import fmean
 from typing import Any
 
 from megatron_zb.errors import UsageError
@@ -19,6 +20,7 @@ from megatron_zb.schedules.costs import Costs, with_frozen, with_unsplit
 from megatron_zb.schedules.features.adapters import AdapterRules, Adapters
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.second_model import SecondModel, SecondModelRules
 from megatron_zb.schedules.features.slices import (
     AUTO,
     GAIN,
@@ -83,6 +85,8 @@ class JobSizes:
         kept: share of the activations that keys and values take, for token slices.
         adapters: trainings that share the pipeline on a frozen model; ``num_microbatches`` then
             counts those of all their steps.
+        second_model: an encoder or a teacher, whose passes run between those of the trained model;
+            its seconds are multiples of the F of a rank.
     """
 
     pipeline_size: int
@@ -99,6 +103,7 @@ class JobSizes:
     hidden: int | None = None
     kept: float = KEPT
     adapters: Adapters | None = None
+    second_model: SecondModel | None = None
 
     @property
     def known_ends(self) -> Ends | None:
@@ -157,7 +162,9 @@ class CurrentSchedule:
         if family.chooses_placement and placement is None and isinstance(written, str):
             placement = _placement_of_layout(written, p, sizes.layers.kinds)
         costs, limit = _assumed_costs(settings, sizes), settings.memory_limit
-        slicing = _slicing(settings, sizes)
+        slicing, second = _slicing(settings, sizes), sizes.second_model
+        if second is not None:
+            second = second.scaled(fmean(costs.seconds[PassKind.F]))
         schedule = build(
             family.name,
             pipeline_size=p,
@@ -169,7 +176,7 @@ class CurrentSchedule:
             placement=placement,
             back_to_back=settings.enable_optimizer_post_validation,
             num_layers=None if isinstance(written, str) else sizes.layers.decoder,
-            **_given(slices=slicing, adapters=sizes.adapters),
+            **_given(slices=slicing, adapters=sizes.adapters, second_model=second),
         )
         found = cls(schedule, costs, settings, build, sizes.known_attention)
         if settings.slices == AUTO:
@@ -216,7 +223,14 @@ class CurrentSchedule:
 
         A profile has those.
         """
-        return self.slicing is None and not isinstance(self.schedule.rules, AdapterRules)
+        others = (AdapterRules, SecondModelRules)
+        return self.slicing is None and not isinstance(self.schedule.rules, others)
+
+    @property
+    def second_model(self) -> SecondModel | None:
+        """The model whose passes run between those of the trained one, None without one."""
+        rules = self.schedule.rules
+        return rules.second if isinstance(rules, SecondModelRules) else None
 
     @property
     def splits_backward(self) -> bool:
@@ -369,7 +383,10 @@ class CurrentSchedule:
         limit: Limit | float | None,
         adapters: Adapters | None = None,
     ) -> Schedule:
-        placement, family = self.schedule.placement, catalog.family(name)
+        placement, family = self.schedule.placement.of_trained, catalog.family(name)
+        second = self.second_model
+        if second is not None and num_microbatches != len(second.lengths):
+            second = replace(second, lengths=())  # those of the microbatches of a training step
         group_size = self._settings.microbatch_group_size_per_vp_stage
         return build(
             name,
@@ -381,7 +398,7 @@ class CurrentSchedule:
             placement=placement,
             back_to_back=self._in_a_row,
             memory_limit=limit,
-            **_given(slices=self.slicing, adapters=adapters),
+            **_given(slices=self.slicing, adapters=adapters, second_model=second),
         )
 
 

@@ -2,8 +2,8 @@
 
 Megatron gives every chunk of a rank an iterator of its own over the same microbatches, and both
 the first and the last stage read theirs. Where one rank has both, as in a V, it would load all data
-twice: :class:`SharedReading` avoids that. A step that runs twice reads and draws the same both
-times: see :class:`Start`.
+twice: :class:`SharedReading` avoids that. A chunk that reads for two models reads once, too: see
+:class:`ReadTwice`. A step that runs twice reads and draws the same both times: see :class:`Start`.
 """
 
 from __future__ import annotations
@@ -132,6 +132,89 @@ def _equal(one: Any, other: Any) -> bool:
 def _copied(microbatch: Any) -> Any:
     """Return a microbatch whose entries can be replaced, on the same tensors."""
     return microbatch.copy() if isinstance(microbatch, dict | list) else microbatch
+
+
+class Passing:
+    """The microbatches of an iterator that pass a stage; all else is asked of the iterator."""
+
+    def __init__(self, iterator: Any, units: Sequence[int]) -> None:
+        self._iterator, self._units = iterator, iter(units)
+        self._read = 0
+
+    def __iter__(self) -> Passing:
+        return self
+
+    def __next__(self) -> Any:
+        self._skip(next(self._units))
+        self._read += 1
+        return next(self._iterator)
+
+    def finish(self, num_microbatches: int) -> None:
+        """Leave the iterator at the first microbatch of the next step, if any has been read."""
+        if self._read:
+            self._skip(num_microbatches)
+
+    def _skip(self, unit: int) -> None:
+        while self._read < unit:
+            next(self._iterator)
+            self._read += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_iterator"], name)
+
+
+class ReadTwice:
+    """An iterator whose microbatches two readers take in turn, each at its own pace.
+
+    A microbatch is kept until both have taken it, and is read only once.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self._ahead: tuple[deque[Any], deque[Any]] = (deque(), deque())
+        self._taken = [0, 0]
+
+    def views(self) -> tuple[Iterator[Any], Iterator[Any]]:
+        """Return what each reader is to read; all else is asked of the iterator."""
+        return _ReaderView(self, 0), _ReaderView(self, 1)
+
+    def next(self, reader: int) -> Any:
+        """Return the next microbatch of a reader.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        if not self._ahead[reader]:
+            found = next(self.iterator)
+            self._ahead[reader].append(found)
+            self._ahead[1 - reader].append(_copied(found))
+        self._taken[reader] += 1
+        return self._ahead[reader].popleft()
+
+    def finish(self, num_microbatches: int) -> None:
+        """Let both readers begin with the next step's first microbatch, if either has read any."""
+        if not any(self._taken):
+            return
+        for reader, taken in enumerate(self._taken):
+            for _ in range(num_microbatches - taken):
+                self.next(reader)
+        self._taken = [0, 0]
+
+
+class _ReaderView:
+    """One reader's view of an iterator."""
+
+    def __init__(self, reading: ReadTwice, reader: int) -> None:
+        self._reading, self._reader = reading, reader
+
+    def __iter__(self) -> _ReaderView:
+        return self
+
+    def __next__(self) -> Any:
+        return self._reading.next(self._reader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_reading"].iterator, name)
 
 
 class Replayed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
@@ -17,12 +18,15 @@ from megatron_zb.megatron_core.planned_steps import PlannedLengths, ReadAhead
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
 from megatron_zb.megatron_core.shared_pipeline import SharedPipelinePart
 from megatron_zb.megatron_core.slices import SlicesPart
+from megatron_zb.megatron_core.split_backward import SplitBackward
+from megatron_zb.megatron_core.spread_encoder import EncoderPart
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart
 from megatron_zb.megatron_core.telemetry import SpansPart
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
 from megatron_zb.megatron_core.vocabulary import VocabularyPart
 from megatron_zb.megatron_core.warm_up import WarmUp
+from megatron_zb.schedules.features.second_model import SecondRole
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 
 _Part = TypeVar("_Part", bound=StepPart)
@@ -41,6 +45,7 @@ _ORDER: tuple[type[StepPart], ...] = (
     PagedStashPart,
     ReadingsPart,
     CopiesPart,  # chooses of what the readings give; adds up what the parts below have summed
+    EncoderPart,  # as the part above
     VocabularyPart,  # its stages run the forwards of the stages of the parts below
     SlicesPart,  # cuts what the readings give
     SharedPipelinePart,
@@ -57,7 +62,12 @@ _ORDER: tuple[type[StepPart], ...] = (
 class PartList:
     """At most one part of each type; those that need no option are there from the beginning."""
 
-    def __init__(self, physical: PhysicalPlacement, current: CurrentSchedule) -> None:
+    def __init__(
+        self,
+        physical: PhysicalPlacement,
+        current: CurrentSchedule,
+        splits: Sequence[SplitBackward] = (),
+    ) -> None:
         self._found: dict[type[StepPart], StepPart] = {}
         without_options = (
             ExpertMetricsPart,
@@ -81,6 +91,9 @@ class PartList:
             self.add(DataParallelPart(vocabulary.weight_passes))
         if physical.placement.copies > 1:
             self.add(CopiesPart(physical))
+        second = current.second_model
+        if second is not None and second.role is SecondRole.ENCODER:
+            self.add(EncoderPart(physical, splits))
         if current.slicing is not None:
             self.add(SlicesPart(current.slicing, shares_output=shares_output))
 

@@ -22,6 +22,7 @@ from megatron_zb.schedules.costs import Costs, filled
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.second_model import SecondModelRules
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.layout import Letters
 from megatron_zb.schedules.passes import PassKind
@@ -162,7 +163,7 @@ class ModelPlacement:
         Raises:
             UsageError: they cannot be placed.
         """
-        layers, written, placement = sizes.layers, sizes.layer_layout, schedule.placement
+        layers, written, placement = sizes.layers, sizes.layer_layout, schedule.placement.of_trained
         letters = placed_letters(sizes, placement.of_one_copy)
         if isinstance(written, str):
             return cls(placement, letters, keeps_places=placement.chunks == 1)
@@ -220,7 +221,7 @@ class StartReport:
             balance: the balance by which layers were placed, if any.
             more: lines to add at the end.
         """
-        schedule, placement = self.schedule, self.schedule.placement
+        schedule, placement = self.schedule, self.schedule.placement.of_trained
         sizes = schedule.rules.sizes_in_words(schedule)
         head = (
             f"pipeline schedule {schedule.name}: {placement.pipeline_size} ranks x "
@@ -236,7 +237,7 @@ class StartReport:
         return "\n".join([head, *(f"  {line}" for line in lines)])
 
     def _ranks(self) -> Iterator[str]:
-        placement, physical = self.schedule.placement, self.layout.physical
+        placement, physical = self.schedule.placement.of_trained, self.layout.physical
         p = placement.pipeline_size
         for pp_rank in range(p):
             held = " + ".join(
@@ -249,10 +250,12 @@ class StartReport:
             )
         if self.costs.feature(Vocabulary) is not None:
             yield "every pipeline rank: its rows of the embedding and the output layer"
+        if isinstance(self.schedule.rules, SecondModelRules):
+            yield self.schedule.rules.second.place_in_words
 
     def _stage(self, stage: int) -> str:
         letters = self.layout.letters
-        stage = self.schedule.placement.stage_of_model(stage)
+        stage = self.schedule.placement.of_trained.stage_of_model(stage)
         first = "".join(letters[:stage]).count("t") + 1
         count = letters[stage].count("t")
         parts = [f"layers {first}-{first + count - 1}"] if count else []

@@ -69,8 +69,14 @@ class PlannedSteps:
         its process groups exist.
 
         Raises:
-            UsageError: no order keeps the memory limit, or other ranks have other lengths.
+            UsageError: no order keeps the memory limit, other ranks have other lengths, or another
+                model runs beside the trained one.
         """
+        if (second := self._current.second_model) is not None:
+            raise UsageError(
+                f"a step with {second.in_words} is not planned for unequal microbatches: do not "
+                "give their lengths, or leave it out of the schedule"
+            )
         rules = self._current.table(len(lengths), forward_only).rules
         keeps_order = keeps_order or bool(rules.owners)
         sizes = sorted(range(len(lengths)), key=lambda j: (-lengths.tokens[j], j))

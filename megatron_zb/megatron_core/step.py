@@ -135,6 +135,13 @@ class Step:
         return self.program_for(self.num_microbatches, self.forward_only, self.captured)
 
     @property
+    def shapes_vary(self) -> bool:
+        """Whether only the sender of a message knows its shape."""
+        return self.shapes is None and (
+            self.config.variable_seq_lengths or any(it.sends_other_shapes for it in self.parts)
+        )
+
+    @property
     def is_warm_up(self) -> bool:
         """Whether the rank runs without the others."""
         return self.made_up is not None
@@ -204,6 +211,11 @@ class StepPart:
     @property
     def reads_on_every_stage(self) -> bool:
         """Whether stages between the first and the last also need data."""
+        return False
+
+    @property
+    def sends_other_shapes(self) -> bool:
+        """Whether the part lets ranks send what only its sender knows the shape of."""
         return False
 
     def prepare_model(self, chunks: list[Any]) -> None:

@@ -79,7 +79,7 @@ class WarmUp(StepPart):
 
 def why_cold(step: Step) -> str | None:
     """Return why a step has no warm-up, None if it may have one."""
-    if step.config.variable_seq_lengths and step.shapes is None:
+    if step.shapes_vary:
         return _UNKNOWN_SHAPES
     facts = {part.fact: True for part in step.parts if part.fact}
     return refusals.why_cold(step.config, facts)

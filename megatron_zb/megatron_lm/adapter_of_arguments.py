@@ -34,6 +34,7 @@ from megatron_zb.megatron_core.sliced_documents import ENDS, MASK
 from megatron_zb.megatron_core.sliced_reading import ReadingArguments
 from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
+from megatron_zb.megatron_lm.spread_encoder import second_model_of
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.catalog import Build
@@ -102,7 +103,7 @@ def adapter_of(
     draws = adapters is not None or asks_for_layer_streams(
         args.pipeline_random_streams, keeps_places
     )
-    refusals.check(asked.known((adapter.schedule.placement,), draws_by_layer=draws))
+    refusals.check(asked.known((adapter.schedule.placement.of_trained,), draws_by_layer=draws))
     if adapter.current.slicing is not None and steps_done is None:  # the data is Megatron-LM's
         part = adapter.part(SlicesPart)
         part.arguments, part.documents = BatchArguments(), _documents(args)
@@ -269,6 +270,7 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
         UsageError: a size is missing or wrong.
     """
     pattern, ends, derived = _pattern(args) or "", None, with_derived(args)
+    attention = attention_of(derived, pattern)
     if getattr(args, _UNEQUAL_LAYERS, None) is None:
         ends = balance.ends_of(derived, pattern)
     return JobSizes(
@@ -279,11 +281,12 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
         ends=ends,
         overlaps_all_to_all=bool(getattr(args, OVERLAP, False)),
         copy=copy_of(args),
-        attention=attention_of(derived, pattern),
+        attention=attention,
         sequence=args.seq_length,
         spread=args.tensor_model_parallel_size * args.context_parallel_size,
         hidden=getattr(args, "hidden_size", None),
         kept=_kept_by_slices(args),
+        second_model=second_model_of(args, derived, attention),
     )
 
 

@@ -38,6 +38,7 @@ from megatron_zb.megatron_lm import (
     fingerprint,
     models,
     post_validation_hooks,
+    spread_encoder,
     stored_placement,
 )
 from megatron_zb.megatron_lm.adapter_hooks import AdapterHooks
@@ -268,21 +269,31 @@ class ScheduledRun:
             vp_stage = keywords.get("vp_stage") if takes_stage else keywords.pop("vp_stage", None)
             keywords["pre_process"] = adapter.pre_process(pp_rank, vp_stage)
             keywords["post_process"] = adapter.post_process(pp_rank, vp_stage)
-            naming = models.naming_chunk(vp_stage)
-            asks = vp_stage is not None and not takes_stage
-            answering = models.answering(keywords) if asks else nullcontext()
             before = [(built, models.plain_settings(built)) for built in self._chunks[-1:]]
-            with self._failing(), adapter.drawing_weights(), naming, answering:
+            place = vp_stage, None if takes_stage else keywords
+            with self._building_chunk(*place):
                 chunk = build(*args, **keywords)
             if getattr(chunk, "vp_stage", vp_stage) is None:
                 chunk.vp_stage = vp_stage
             self._check_model(chunk, before)
+            if adapter.holds_encoder(pp_rank, vp_stage) and not keywords["pre_process"]:
+                with self._building_chunk(*place):
+                    spread_encoder.give_encoder(chunk, build, args, keywords)
             self._chunks.append(chunk)
             if len(self._chunks) == adapter.chunks:
                 self._prepare_model()
             return chunk
 
         return build_placed
+
+    @contextmanager
+    def _building_chunk(self, vp_stage: int | None, place: dict[str, Any] | None) -> Iterator[None]:
+        """Let a builder that takes no place of a chunk ask for it, and tell others of a failure."""
+        asks = vp_stage is not None and place is not None
+        answering = models.answering(place or {}) if asks else nullcontext()
+        naming, drawing = models.naming_chunk(vp_stage), self.adapter.drawing_weights()
+        with self._failing(), drawing, naming, answering:
+            yield
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

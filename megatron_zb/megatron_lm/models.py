@@ -82,14 +82,27 @@ def naming_chunk(vp_stage: int | None) -> Iterator[None]:
 def answering(place: dict[str, Any]) -> Iterator[None]:
     """Answer a builder without ``vp_stage`` for the chunk that is being built.
 
-    The one in ``pretrain_vlm.py`` asks which ends of the pipeline the chunk has.
+    It asks for the layers of the chunk, too.
+    """
+    undo = replacing.replace(transformer_block, "get_num_layers_to_build", _layers_of_chunk)
+    try:
+        with answering_ends(place):
+            yield
+    finally:
+        undo()
+
+
+@contextmanager
+def answering_ends(place: dict[str, Any]) -> Iterator[None]:
+    """Answer a builder that asks which ends of the pipeline a chunk has.
+
+    The one in ``pretrain_vlm.py`` does.
     """
     ends = {"is_pipeline_first_stage": "pre_process", "is_pipeline_last_stage": "post_process"}
     undo = [
         replacing.replace(parallel_state, name, lambda *asked, end=end, **more: place[end])
         for name, end in ends.items()
     ]
-    undo.append(replacing.replace(transformer_block, "get_num_layers_to_build", _layers_of_chunk))
     try:
         yield
     finally:

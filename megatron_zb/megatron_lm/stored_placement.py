@@ -47,7 +47,7 @@ def mark(args: argparse.Namespace, adapter: PipelineAdapter) -> None:
 
 def of_adapter(adapter: PipelineAdapter) -> str:
     """Return a name for the placement; equal names mean equal layers on every rank."""
-    placement = adapter.schedule.placement
+    placement = adapter.physical.placement
     kind = placement.name if adapter.physical.has_other_ends else _UPSTREAM
     return _name(kind, placement.pipeline_size, adapter.chunks, str(adapter.layer_layout))
 

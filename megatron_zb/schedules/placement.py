@@ -48,6 +48,11 @@ class Placement:
         return replace(self, rank_of=self.rank_of[: self.stages_of_model], copies=1)
 
     @property
+    def of_trained(self) -> Placement:
+        """The placement of the trained model, where a second one may lie beside it."""
+        return self
+
+    @property
     def chunks(self) -> int:
         return self.num_stages // self.pipeline_size
 

@@ -166,10 +166,11 @@ def in_forward_order(schedule: Schedule, costs: Costs) -> Schedule:
     Among passes that can start at one time, the greedy one takes that of the latest stage: with the
     earliest first, the activations of nearly all microbatches would wait before the next chunk. A
     schedule with forward passes of other kinds, such as those of a vocabulary-parallel output
-    layer, keeps its order.
+    layer, keeps its order, and so does one of units with routes of their own.
     """
     trained = schedule.forwards()
-    if schedule.placement.chunks == 1 or not _has_forwards_alone(trained):
+    has_routes = schedule.rules.routes is not None
+    if schedule.placement.chunks == 1 or has_routes or not _has_forwards_alone(trained):
         return trained
     of_units = schedule.rules.unit_costs(trained, costs)
     greedy = _greedy(trained, of_units.for_placement(schedule.placement))

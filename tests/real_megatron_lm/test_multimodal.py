@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,3 +48,34 @@ def test_an_encoder_has_all_its_layers_beside_fewer_of_the_language_model(checko
     assert run.code == 0, run.output
     assert list(run.losses) == [1, 2]
     assert "stage 0 (embedding, layers 1-1)" in run.output
+
+
+def numbers(logged: Mapping[Any, str]) -> list[float]:
+    """What a run has logged, as numbers."""
+    return [*map(float, logged.values())]
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [
+        (ENCODER, "1f1b"),
+        (f"{ENCODER} --freeze-ViT", "zb-h1"),
+        (MODEL, "v-half --pipeline-random-streams rank"),
+        (MODEL, "v-zb --pipeline-random-streams rank"),
+        (MODEL, "interleaved --num-virtual-stages-per-pipeline-rank 2"),
+    ],
+)
+def test_an_encoder_runs_on_every_rank(checkout: Path, model: str, schedule: str) -> None:
+    """Losses of the first step are equal; then weights differ by the order of sums."""
+    upstream = trained(checkout, model)
+    ours = trained(checkout, model, f"--pipeline-schedule {schedule} --pipeline-encoder on")
+    assert ours.code == upstream.code == 0, ours.output + upstream.output
+    assert len(upstream.losses) == 7
+    assert "every pipeline rank: a copy of the encoder" in ours.output
+    assert ours.losses[1] == upstream.losses[1]
+    for of_ours, of_upstream in (
+        (ours.losses, upstream.losses),
+        (ours.norms, upstream.norms),
+        (ours.evaluations, upstream.evaluations),
+    ):
+        assert numbers(of_ours) == pytest.approx(numbers(of_upstream), rel=1e-4)

@@ -50,6 +50,7 @@ from megatron_zb.megatron_core.random_streams import global_parameters, initiali
 from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_lm.models import naming_chunk
 from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
 from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.schedules.layout import Layers
 
@@ -69,7 +70,8 @@ class GPTCase:
     our chunks do as ``--overlap-param-gather-with-optimizer-step`` tells, which upstream with one
     chunk per rank refuses. ``hybrid`` is the pattern of a HybridModel of so many ``layers``.
     ``images`` are the numbers of images of the samples, in turns, which the encoder of Megatron's
-    LLaVAModel reads on its first stage; its language model is the GPT.
+    LLaVAModel reads on its first stage; its language model is the GPT. With ``spread_encoder``, a
+    schedule runs the encoder on every rank.
     With ``vocabulary``, our output layer is vocabulary parallel over all pipeline ranks.
     With ``slices``, our microbatches are cut along the sequence, as ``--pipeline-slices`` has it.
     With ``documents``, attention keeps to those of a sample. Upstream has a mask; with ``slices``,
@@ -111,6 +113,7 @@ class GPTCase:
     drawn: bool = False
     hybrid: str | None = None
     images: tuple[int, ...] = ()
+    spread_encoder: bool = False
     vocabulary: bool = False
     slices: str | None = None
     documents: str = ""
@@ -123,6 +126,10 @@ class GPTCase:
     @property
     def torch_dtype(self) -> torch.dtype:
         return torch.float64 if self.exact else getattr(torch, self.dtype)
+
+
+SPREAD_ENCODER = SecondModel(SecondRole.ENCODER, forward=0.1, backward=0.2, copies=True)
+"""An encoder on every rank, with costs in passes of a rank."""
 
 
 def as_hybrid(case: GPTCase) -> GPTCase:
@@ -212,6 +219,7 @@ def built(
             pipeline_vocabulary="on" if case.vocabulary else "off",
             pipeline_slices=Slicing.parse(case.slices) if case.slices else None,
             overlaps_all_to_all=_asks_for_pairs(case, schedule),
+            second_model=SPREAD_ENCODER if case.spread_encoder else None,
         )
         if steps_done is not None:
             adapter.draw_by_layer(1, steps_done)
@@ -463,6 +471,9 @@ def _multimodal_model(
     adapter: PipelineAdapter | None, case: GPTCase, config: Any, positions: str, **ends: Any
 ) -> Any:
     more: dict[str, Any] = {"vocabulary": VOCABULARY, "positions": positions, **ends}
+    if adapter is not None:
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        more["encodes"] = adapter.holds_encoder(rank, ends["vp_stage"])
     if case.hybrid is None:
         return multimodal_model(config, _specification(config, ends["vp_stage"]), **more)
     from hybrid_layers import STACK, cut_for

@@ -21,9 +21,12 @@ def multimodal_model(
     vocabulary: int,
     positions: str,
     pattern: str | None = None,
+    encodes: bool | None = None,
     **ends: Any,
 ) -> Any:
     """Megatron's LLaVAModel: an encoder of images and a projection before a GPT, or a pattern.
+
+    ``encodes`` says whether a chunk has the encoder; by default the first stage has.
 
     An internvit, since Megatron's norm of a CLIP cannot be built without Transformer-Engine.
     """
@@ -50,7 +53,7 @@ def multimodal_model(
             linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
         ),
         language_position_embedding_type=positions,
-        add_encoder=ends["pre_process"],
+        add_encoder=ends["pre_process"] if encodes is None else encodes,
         img_h=PIXELS,
         img_w=PIXELS,
         patch_dim=PIXELS // 2,

@@ -123,6 +123,18 @@ class SecondModel:
         return "teacher" if self.role is SecondRole.TEACHER else "encoder"
 
     @property
+    def in_words(self) -> str:
+        """Name with its article."""
+        return f"{'a' if self.role is SecondRole.TEACHER else 'an'} {self.name}"
+
+    @property
+    def place_in_words(self) -> str:
+        """Its place on the ranks, such as ``every pipeline rank: a copy of the encoder``."""
+        what = f"a copy of the {self.name}" if self.copies else f"layers of the {self.name}"
+        of_each = ", for every p-th microbatch" if self.copies else ""
+        return f"every pipeline rank: {what}{of_each}"
+
+    @property
     def is_frozen(self) -> bool:
         """Whether it has no backward."""
         return not (_largest(self.backward) or _largest(self.weight))
@@ -131,6 +143,21 @@ class SecondModel:
     def has_whole_backward(self) -> bool:
         """Whether its weight gradients run with its input gradients."""
         return not _largest(self.weight)
+
+    def scaled(self, factor: float) -> SecondModel:
+        """Return the same model with all seconds multiplied."""
+
+        def times(values: float | tuple[float, ...]) -> float | tuple[float, ...]:
+            if isinstance(values, tuple):
+                return tuple(value * factor for value in values)
+            return values * factor
+
+        return replace(
+            self,
+            forward=times(self.forward),
+            backward=times(self.backward),
+            weight=times(self.weight),
+        )
 
     def served(self, num_microbatches: int) -> tuple[int, ...]:
         """Return the microbatches that have a unit of the second model."""
@@ -172,6 +199,10 @@ class PlacementBeside(Placement):
     """Stages of a trained model, and behind them the pieces of a second one."""
 
     trained: Placement
+
+    @property
+    def of_trained(self) -> Placement:
+        return self.trained
 
     @property
     def mirrored(self) -> bool:
