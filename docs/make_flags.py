@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_zb.job.settings import FLAGS, MEGATRON_LM, ScheduleSettings
+from megatron_zb.job.settings import FLAGS, MEGATRON_LM, ScheduleSettings, parse_encoder
 from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_core.refusals import OVERLAP, RefusalRow
 from megatron_zb.parsing import flag_of
@@ -78,6 +78,7 @@ NEEDS = {
     "pipeline_vocabulary": "a pipeline size that divides the rows of the vocabulary "
     "(`--make-vocab-size-divisible-by`)",
     "pipeline_adapter_steps": "`--pipeline-adapters`",
+    "pipeline_encoder": "a [model with an encoder](schedules.md#a-second-model-in-the-gaps)",
     "pipeline_adapters": "`--load`, and a file of [adapters](adapters.md)",
     "pipeline_timeout": "nothing",
     "pipeline_allow_other_data": "`--load`",
@@ -101,6 +102,7 @@ EXAMPLES = {
     "--pipeline-offload auto",
     "pipeline_host_limit": "--pipeline-schedule v-zb --pipeline-memory-limit 0.6 "
     "--pipeline-offload auto --pipeline-host-limit 16GiB",
+    "pipeline_encoder": "--pipeline-schedule v-half --pipeline-encoder 0.2",
     "pipeline_adapters": "--pipeline-schedule v-zb --load base --pipeline-adapters adapters.yaml",
     "pipeline_adapter_steps": "--pipeline-schedule v-zb --load base --pipeline-adapters "
     "adapters.yaml --pipeline-adapter-steps 4",
@@ -133,6 +135,7 @@ CONDITIONS = {
     "warm_up": "pipeline_warm_up",
     "slices": "pipeline_slices",
     "adapters": "pipeline_adapters",
+    "encoder": "pipeline_encoder",
     "overlap": OVERLAP,
 }
 """The setting that a condition of refusals.yaml is about."""
@@ -212,6 +215,8 @@ def values(argument: dict[str, Any]) -> str:
         return ", ".join(f"`{each}`" for each in argument["choices"])
     if argument.get("type") == Limit.parse:
         return "a share such as `0.5`, or bytes such as `40GiB`"
+    if argument.get("type") == parse_encoder:
+        return "`on`, `off`, or a share such as `0.2`"
     if argument.get("type") == parse_slices:
         return "a number, lengths such as `2,1,1`, or `auto`"
     if "type" in argument:

@@ -43,6 +43,7 @@ from megatron_zb.megatron_core.spread_encoder import CHUNK as CHUNK_OF_ENCODER
 from megatron_zb.megatron_core.spread_encoder import EncoderPart
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart, device
+from megatron_zb.megatron_core.teacher import Teacher, TeacherPart
 from megatron_zb.megatron_core.transformer_engine import (
     split_transformer_engine,
 )
@@ -350,6 +351,23 @@ class PipelineAdapter:
         part = SharedPipelinePart(self.current, model, steps_done)
         self._add(part)
         return part
+
+    def teach_with(self, teacher: Teacher) -> Teacher:
+        """Run the forwards of a frozen model beside training; before the first step.
+
+        Returns:
+            The teacher, whose ``output`` the forward step reads.
+
+        Raises:
+            UsageError: the schedule was built without a teacher.
+        """
+        if TeacherPart not in self._parts:
+            raise UsageError(
+                f"{self.schedule.name}: the schedule has no passes of a teacher: give JobSizes a "
+                "second_model with the role TEACHER"
+            )
+        self.part(TeacherPart).teacher = teacher
+        return teacher
 
     def connect_with(self, options: GroupOptions) -> None:
         """Make the process groups of the messages with these options; before the first step."""

@@ -217,6 +217,37 @@ class _ReaderView:
         return getattr(self.__dict__["_reading"].iterator, name)
 
 
+class TwiceRead:
+    """Readings of the first chunk of a rank by two models, one for each iterator of a job."""
+
+    def __init__(self) -> None:
+        self._found: list[ReadTwice] = []
+
+    def share(self, step: Step, units: Sequence[int] | None) -> None:
+        """Let a second reader read beside the first chunk, from one iterator more of a step.
+
+        Args:
+            step: the step that begins.
+            units: the microbatches of the second reader; None for all.
+        """
+        iterator = step.data_iterators[0]
+        if iterator is None:  # as on tensor-parallel ranks that are sent what another one reads
+            step.data_iterators = [*step.data_iterators, None]
+            return
+        reading = next((it for it in self._found if it.iterator is iterator), None)
+        if reading is None:
+            reading = ReadTwice(iterator)
+            self._found = [*self._found[-_MOST_PAIRS + 1 :], reading]
+        first, second = reading.views()
+        own = second if units is None else Passing(second, units)
+        step.data_iterators = [first, *step.data_iterators[1:], own]
+
+    def finish(self, num_microbatches: int) -> None:
+        """Let all readers begin with the next step, behind one of so many microbatches."""
+        for reading in self._found:
+            reading.finish(num_microbatches)
+
+
 class Replayed:
     """An iterator over data that can go back once to where it started."""
 

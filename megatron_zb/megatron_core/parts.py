@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
 from megatron_zb.megatron_core.copies import CopiesPart
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule
@@ -22,11 +23,12 @@ from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.spread_encoder import EncoderPart
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart
+from megatron_zb.megatron_core.teacher import TeacherPart
 from megatron_zb.megatron_core.telemetry import SpansPart
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
 from megatron_zb.megatron_core.vocabulary import VocabularyPart
 from megatron_zb.megatron_core.warm_up import WarmUp
-from megatron_zb.schedules.features.second_model import SecondRole
+from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 
 _Part = TypeVar("_Part", bound=StepPart)
@@ -46,6 +48,7 @@ _ORDER: tuple[type[StepPart], ...] = (
     ReadingsPart,
     CopiesPart,  # chooses of what the readings give; adds up what the parts below have summed
     EncoderPart,  # as the part above
+    TeacherPart,
     VocabularyPart,  # its stages run the forwards of the stages of the parts below
     SlicesPart,  # cuts what the readings give
     SharedPipelinePart,
@@ -57,6 +60,25 @@ _ORDER: tuple[type[StepPart], ...] = (
     OffloadPart,
     StatePart,  # for the stages that recompute, which the part above tells
 )
+
+
+def _part_of_second(
+    second: SecondModel, physical: PhysicalPlacement, splits: Sequence[SplitBackward]
+) -> StepPart:
+    """Return the part that runs a second model.
+
+    Raises:
+        UsageError: such a model is shown and simulated, and cannot be trained with.
+    """
+    if second.role is SecondRole.ENCODER and second.copies:
+        return EncoderPart(physical, splits)
+    if second.role is SecondRole.TEACHER and not second.copies and second.pieces == 1:
+        return TeacherPart(physical)
+    raise UsageError(
+        f"training runs no {second.role.value} as {second.layout_in_words}: give an encoder of "
+        "this step with a copy on each rank, or a teacher whose layers are cut over the ranks in "
+        "one piece each"
+    )
 
 
 class PartList:
@@ -92,8 +114,8 @@ class PartList:
         if physical.placement.copies > 1:
             self.add(CopiesPart(physical))
         second = current.second_model
-        if second is not None and second.role is SecondRole.ENCODER:
-            self.add(EncoderPart(physical, splits))
+        if second is not None:
+            self.add(_part_of_second(second, physical, splits))
         if current.slicing is not None:
             self.add(SlicesPart(current.slicing, shares_output=shares_output))
 

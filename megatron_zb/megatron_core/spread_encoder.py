@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.checkpoints import as_replicas
-from megatron_zb.megatron_core.data_iterators import Passing, ReadTwice
+from megatron_zb.megatron_core.data_iterators import TwiceRead
 from megatron_zb.megatron_core.data_parallel import overlaps_grad_reduce
 from megatron_zb.megatron_core.encoders import EncoderOfModel, converted, encoder_of
 from megatron_zb.megatron_core.model_calls import ModelCall, calls_replaced, inner_model
@@ -139,7 +139,7 @@ class EncoderPart(StepPart):
 
     def __init__(self, physical: PhysicalPlacement, splits: Sequence[SplitBackward]) -> None:
         self._physical, self._splits = physical, splits
-        self._readings: list[ReadTwice] = []
+        self._readings = TwiceRead()
         self._encoder: EncoderOfModel | None = None
 
     @cached_property
@@ -203,18 +203,7 @@ class EncoderPart(StepPart):
                 f"{name}: a CUDA graph has no messages of an encoder on every rank, whose shapes "
                 "vary: leave the encoder in the first stage"
             )
-        iterator = step.data_iterators[CHUNK]
-        if iterator is None:
-            step.data_iterators = [*step.data_iterators, None]
-            return
-        reading = next((it for it in self._readings if it.iterator is iterator), None)
-        if reading is None:
-            reading = ReadTwice(iterator)
-            self._readings = [*self._readings[-_MOST_READINGS + 1 :], reading]
-        of_model, of_encoder = reading.views()
-        step.data_iterators = list(step.data_iterators)
-        step.data_iterators[CHUNK] = of_model
-        step.data_iterators.append(Passing(of_encoder, self._microbatches(step)))
+        self._readings.share(step, self._microbatches(step))
 
     def _microbatches(self, step: Step) -> list[int]:
         """Return the microbatches that the encoder of this rank runs, in their order."""
@@ -242,8 +231,7 @@ class EncoderPart(StepPart):
             self._add_gradients(step)
 
     def after_step(self, step: Step) -> None:
-        for reading in self._readings:
-            reading.finish(step.num_microbatches)
+        self._readings.finish(step.num_microbatches)
 
     def _trained(self, step: Step) -> list[torch.nn.Parameter]:
         """Return the weights of the encoder that have gradients."""
@@ -261,10 +249,6 @@ class EncoderPart(StepPart):
                 gradients, flat.split([it.numel() for it in gradients]), strict=True
             ):
                 gradient.copy_(part.view_as(gradient))
-
-
-_MOST_READINGS = 4
-"""Of iterators that are remembered: training, validation, test, and one to spare."""
 
 
 def _leave_encoder_alone(model: Any) -> None:

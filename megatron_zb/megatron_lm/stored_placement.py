@@ -49,6 +49,8 @@ def of_adapter(adapter: PipelineAdapter) -> str:
     """Return a name for the placement; equal names mean equal layers on every rank."""
     placement = adapter.physical.placement
     kind = placement.name if adapter.physical.has_other_ends else _UPSTREAM
+    if adapter.current.second_model is not None:
+        kind += " with a copy of the encoder on every rank"
     return _name(kind, placement.pipeline_size, adapter.chunks, str(adapter.layer_layout))
 
 

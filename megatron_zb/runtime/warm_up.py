@@ -32,14 +32,21 @@ def warm_up_program(program: Program, rank: int, *, alike: bool = True) -> Progr
 
 
 def microbatches_of_each_kind(instructions: Iterable[Instruction]) -> set[int]:
-    """Return the first microbatches that together have each kind of pass of each stage."""
+    """Return the first microbatches that together have each kind of pass of each stage.
+
+    A pass may read what a pass of another unit has made, such as that of a second model: then that
+    unit is one of them, too.
+    """
     passes: dict[int, set[tuple[PassKind, int]]] = {}
+    reads: dict[int, set[int]] = {}
     for run in runs_of(instructions):
-        passes.setdefault(run.work.microbatch, set()).add((run.work.kind, run.work.stage))
-    chosen, found = set(), set[tuple[PassKind, int]]()
+        unit = run.work.microbatch
+        passes.setdefault(unit, set()).add((run.work.kind, run.work.stage))
+        reads.setdefault(unit, {unit}).update(message.microbatch for message in run.reads)
+    chosen, found = set[int](), set[tuple[PassKind, int]]()
     for microbatch, kinds in sorted(passes.items()):
         if kinds - found:
-            chosen.add(microbatch)
+            chosen |= {microbatch} | reads[microbatch]
             found |= kinds
     return chosen
 

@@ -11,7 +11,6 @@ import torch
 from brief_searches import briefly
 from checkpoint_jobs import Job
 from gpt_cases import (
-    SPREAD_ENCODER,
     GPTCase,
     Outcome,
     _zero_gradients,
@@ -28,12 +27,14 @@ from ranks import RankPools
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.random_streams import global_parameters
+from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
 from megatron_zb.schedules.step_plan import Lengths
 
 M = 5
 FIRST = GPTCase(images=(1, 0, 2, 0, 0, 0, 1, 1), layers=8)
 """Images of changing number, and microbatches without any."""
-SPREAD = replace(FIRST, spread_encoder=True)
+ON_EVERY_RANK = SecondModel(SecondRole.ENCODER, forward=0.1, backward=0.2, copies=True)
+SPREAD = replace(FIRST, second_model=ON_EVERY_RANK)
 ENCODER = ("vision_model.", "vision_projection.")
 
 
@@ -241,7 +242,7 @@ def said_of(case: GPTCase, change: str) -> str:
             pipeline.planned.plan(lengths, keeps_order=True, forward_only=False)
         if change == "frozen":
             rules: Any = pipeline.schedule.rules
-            frozen = replace(rules, second=replace(SPREAD_ENCODER, backward=0.0))
+            frozen = replace(rules, second=replace(ON_EVERY_RANK, backward=0.0))
             pipeline.current.use(replace(pipeline.schedule, rules=frozen))
         data = [microbatches(case, M) for _ in chunks]
         forward_backward(pipeline.forward_backward_func, chunks, data, M)

@@ -55,6 +55,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], str]] = {
     "vocabulary": ({"pipeline_vocabulary": "on"}, "--pipeline-vocabulary on"),
     "slices": ({"pipeline_slices": 4}, "--pipeline-slices"),
     "adapters": ({"pipeline_adapters": "x.yaml"}, "--pipeline-adapters"),
+    "encoder": ({"pipeline_encoder": "on"}, "--pipeline-encoder"),
     "copies": ({"pipeline_adapter_copies": True}, "weights: all of --pipeline-adapters"),
     "layer_streams": (
         {"draws_by_layer": True},

@@ -50,7 +50,7 @@ from megatron_zb.megatron_core.random_streams import global_parameters, initiali
 from megatron_zb.megatron_core.slices import SlicesPart
 from megatron_zb.megatron_lm.models import naming_chunk
 from megatron_zb.schedules import Schedule
-from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
+from megatron_zb.schedules.features.second_model import SecondModel
 from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.schedules.layout import Layers
 
@@ -70,8 +70,8 @@ class GPTCase:
     our chunks do as ``--overlap-param-gather-with-optimizer-step`` tells, which upstream with one
     chunk per rank refuses. ``hybrid`` is the pattern of a HybridModel of so many ``layers``.
     ``images`` are the numbers of images of the samples, in turns, which the encoder of Megatron's
-    LLaVAModel reads on its first stage; its language model is the GPT. With ``spread_encoder``, a
-    schedule runs the encoder on every rank.
+    LLaVAModel reads on its first stage; its language model is the GPT. A schedule runs a
+    ``second_model`` beside the trained one.
     With ``vocabulary``, our output layer is vocabulary parallel over all pipeline ranks.
     With ``slices``, our microbatches are cut along the sequence, as ``--pipeline-slices`` has it.
     With ``documents``, attention keeps to those of a sample. Upstream has a mask; with ``slices``,
@@ -113,7 +113,7 @@ class GPTCase:
     drawn: bool = False
     hybrid: str | None = None
     images: tuple[int, ...] = ()
-    spread_encoder: bool = False
+    second_model: SecondModel | None = None
     vocabulary: bool = False
     slices: str | None = None
     documents: str = ""
@@ -126,10 +126,6 @@ class GPTCase:
     @property
     def torch_dtype(self) -> torch.dtype:
         return torch.float64 if self.exact else getattr(torch, self.dtype)
-
-
-SPREAD_ENCODER = SecondModel(SecondRole.ENCODER, forward=0.1, backward=0.2, copies=True)
-"""An encoder on every rank, with costs in passes of a rank."""
 
 
 def as_hybrid(case: GPTCase) -> GPTCase:
@@ -219,7 +215,7 @@ def built(
             pipeline_vocabulary="on" if case.vocabulary else "off",
             pipeline_slices=Slicing.parse(case.slices) if case.slices else None,
             overlaps_all_to_all=_asks_for_pairs(case, schedule),
-            second_model=SPREAD_ENCODER if case.spread_encoder else None,
+            second_model=case.second_model,
         )
         if steps_done is not None:
             adapter.draw_by_layer(1, steps_done)

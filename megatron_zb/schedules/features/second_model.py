@@ -128,6 +128,13 @@ class SecondModel:
         return f"{'a' if self.role is SecondRole.TEACHER else 'an'} {self.name}"
 
     @property
+    def layout_in_words(self) -> str:
+        """Its layout, such as ``a copy on each rank``."""
+        if self.copies:
+            return "a copy on each rank"
+        return f"layers cut over the ranks in {self.pieces} piece{'s' * (self.pieces > 1)} each"
+
+    @property
     def place_in_words(self) -> str:
         """Its place on the ranks, such as ``every pipeline rank: a copy of the encoder``."""
         what = f"a copy of the {self.name}" if self.copies else f"layers of the {self.name}"
