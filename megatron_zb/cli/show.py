@@ -431,12 +431,12 @@ def _enough(ranks: int, parts: int, most: int) -> str:
 
 
 def _built(arguments: argparse.Namespace) -> schedules.Timeline:
-    adapters = _adapters(arguments)
     extension = extension_of(arguments.name)
+    for name in () if extension is None else _OF_UNITS:
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"{arguments.name} has no {name}: leave --{name} out")
+    adapters = _adapters(arguments)
     if extension is not None:
-        for name in _OF_UNITS:
-            if getattr(arguments, name) is not None:
-                raise UsageError(f"{arguments.name} has no {name}: leave --{name} out")
         return extension.timeline(arguments)
     costs, slicing = _costs(arguments, arguments.pipeline_size), Slicing.equal(1)
     if arguments.slices is not None:
