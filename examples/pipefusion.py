@@ -75,7 +75,8 @@ class Block(torch.nn.Module):
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.condition(moment).chunk(6)
         normed = F.layer_norm(x, (HIDDEN,)) * (1 + scale) + shift
         queries, self.keys[rows], self.values[rows] = self.qkv(normed).chunk(3, dim=1)
-        mixed = F.scaled_dot_product_attention(*map(heads, (queries, self.keys, self.values)))
+        q, k, v = map(heads, (queries, self.keys, self.values))
+        mixed = F.scaled_dot_product_attention(q, k, v)
         x = x + gate * self.out(mixed.transpose(0, 1).reshape(-1, HIDDEN))
         normed = F.layer_norm(x, (HIDDEN,)) * (1 + scale_mlp) + shift_mlp
         return x + gate_mlp * self.down(F.gelu(self.up(normed)))
@@ -158,8 +159,7 @@ class Stage:
 
 def phases(sampling: Sampling) -> list[tuple[int, int, int]]:
     """The first time step, their number and the patches: of the warm-up, and of what follows."""
-    found = [(0, sampling.warm_up, 1), (sampling.warm_up, sampling.pipelined, sampling.patches)]
-    return [phase for phase in found if phase[1]]
+    return [(0, sampling.warm_up, 1), (sampling.warm_up, sampling.pipelined, sampling.patches)]
 
 
 @torch.no_grad()

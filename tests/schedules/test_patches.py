@@ -17,7 +17,7 @@ from megatron_zb.runtime.executor import run_program
 from megatron_zb.schedules import build, catalog, interchange
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.features.patches import PatchRules, idle_share, pipefusion
-from megatron_zb.schedules.lowering import lower, unfinished
+from megatron_zb.schedules.lowering import Send, lower, unfinished
 from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.simulator import Timeline, simulate
@@ -147,7 +147,7 @@ def test_messages_go_to_the_next_rank_and_from_the_last_to_the_first_one() -> No
         (at.channel.source, at.channel.target)
         for rank in lower(schedule).ranks
         for at in rank
-        if type(at).__name__ == "Send"
+        if isinstance(at, Send)
     }
     assert sent == {(0, 1), (1, 2), (2, 3), (3, 0)}
 
