@@ -31,6 +31,7 @@ from PIL import Image
 from megatron_zb import schedules
 from megatron_zb.drawing.pictures import save_picture
 from megatron_zb.schedules import Costs, Timeline, catalog
+from megatron_zb.schedules.features.patches import idle_share, pipefusion
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "schedules.md"
@@ -50,6 +51,9 @@ COSTS = (1.0, 1.2, 0.8, 0.05)
 # The table of two directions: p, m, and costs with W and without.
 DIRECTIONS_SIZES = (8, 8)
 DIRECTIONS_COSTS = ((1.0, 1.0, 1.0, 0.0), (1.0, 1.0, 0.0, 0.0))
+# The table of patches: p, and M and T of its rows.
+PATCHES_RANKS = (4, 8)
+PATCHES_ROWS = ((4, 8), (8, 8), (8, 32), (16, 32))
 # The pictures: small enough to read every number in a page.
 PICTURE_SIZES = (4, 8)
 PICTURE_LIMITS = {"auto": 0.5}
@@ -76,6 +80,7 @@ def main() -> None:
     for name, lines in {
         "catalog": catalog_table(),
         "directions": directions_table(),
+        "patches": patches_table(),
         "second model": second_model_table(_read(args.docs / SECOND_MODEL)),
         "grid": grid_table(quality),
         "unequal": unequal_table(quality),
@@ -216,6 +221,20 @@ def directions_table() -> list[str]:
         "peak",
     )
     return table(headings, rows)
+
+
+def patches_table() -> list[str]:
+    """Idle times of sampling in patches, as simulated and by formula."""
+    rows = []
+    for patches, steps in PATCHES_ROWS:
+        cells: list[object] = [f"{patches} patches, {steps} time steps"]
+        for p in PATCHES_RANKS:
+            costs = Costs.uniform(pipeline_size=p, forward=1, backward=1, weight=0)
+            timeline = schedules.simulate(pipefusion(p, patches, steps, costs), costs)
+            cells += [f"{timeline.bubble_rate:.1%}", f"{idle_share(p, patches, steps):.1%}"]
+        rows.append(cells)
+    headings = [f"p = {p}, {how}" for p in PATCHES_RANKS for how in ("simulated", "by formula")]
+    return table(["sampling", *headings], rows)
 
 
 CASES = {

@@ -6,7 +6,7 @@ The core imports none of them, so they are named here and imported when a comman
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from megatron_zb.schedules import Timeline
 
 _WITH_COMMANDS = ("megatron_zb.plan.cli", "megatron_zb.train.cli")
-_WITH_SCHEDULES = ("megatron_zb.distill.cli",)
+_WITH_SCHEDULES = ("megatron_zb.distill.cli", "megatron_zb.cli.patches")
+_WITH_PLANS = ("megatron_zb.distill.cli",)
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -45,10 +46,13 @@ def add_command(
 
 
 class Extension(Protocol):
-    """A module that adds a schedule and a kind of plan."""
+    """A module that adds a schedule."""
 
     NAME: str
     """The name of its schedule."""
+    UNITS: Mapping[str, str]
+    """Arguments that it needs beside the ranks, each with its letter: the number of units that
+    passes work on, and how often these repeat."""
     SHOW_HELP: str
     EXPORT_HELP: str
 
@@ -69,6 +73,10 @@ class Extension(Protocol):
             UsageError: the arguments contradict one another.
         """
 
+
+class WithPlan(Protocol):
+    """A module that adds a kind of plan."""
+
     def add_plan_arguments(self, command: argparse.ArgumentParser) -> None:
         """Add arguments to ``plan``."""
 
@@ -88,6 +96,11 @@ def packages_with_commands() -> list[WithCommands]:
 def extensions() -> list[Extension]:
     """Import the modules that add a schedule."""
     return [cast(Extension, import_module(name)) for name in _WITH_SCHEDULES]
+
+
+def packages_with_plans() -> list[WithPlan]:
+    """Import the modules that add a kind of plan."""
+    return [cast(WithPlan, import_module(name)) for name in _WITH_PLANS]
 
 
 def extension_of(name: str | None) -> Extension | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from megatron_zb.schedules.rules import TrainingRules
 _CHOICES = ("memory_limit", "chunks", "group_size")
 _OF_UNITS = ("slices", "adapters", "encoder", "reference")
 """Flags with which passes count something else than the microbatches of one training."""
+_UNITS = {"num_microbatches": "M"}
+"""What passes work on, if no extension has the schedule, with its letter."""
 _STDOUT = Path("-")
 
 _FLAGS = {
@@ -51,6 +55,7 @@ _ALSO = (
 # Ranks times microbatches of what is drawn; more takes minutes, and is too small to be seen.
 MOST_IN_TERMINAL = 2**15
 MOST_IN_PICTURE = 2**13
+_REPEATS = 4  # that are enough to see how units follow one another
 
 SHOW_HELP = """\
 Draw a schedule: a row for each pipeline rank, a bar for each pass, the number of its microbatch in
@@ -344,31 +349,58 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
         return schedules.simulate(table, costs)
     if arguments.name is None:
         raise UsageError("no schedule was asked for: give NAME, such as v-half, or --csv FILE")
-    if arguments.pipeline_size is None or arguments.num_microbatches is None:
-        raise UsageError(f"{arguments.name} needs --pipeline-size P and --num-microbatches M")
+    sizes = _sizes(arguments)
     for extension in extensions():
         extension.check(arguments)
-    ranks, microbatches = arguments.pipeline_size, arguments.num_microbatches
     parts = 1 if arguments.slices is None else arguments.slices.slices
     parts *= (arguments.adapters or 1) * (arguments.adapter_steps or 1)
-    _check_drawn(arguments.name, ranks, microbatches * parts, parts, most)
+    _check_drawn(arguments.name, sizes, parts, most)
+    ranks, (unit, number), *_ = sizes.items()
     with report_if_slow(
-        f"putting the passes of {microbatches} microbatches on {ranks} ranks in order"
+        f"putting the passes of {number} {_word(unit)} on {ranks[1]} ranks in order"
     ):
         return _built(arguments)
 
 
-def _check_drawn(name: str, ranks: int, microbatches: int, parts: int, most: int | None) -> None:
+def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
+    """Return the sizes that a schedule needs by their arguments: ranks, units, and repeats of them.
+
+    Raises:
+        UsageError: one is missing.
+    """
+    extension = extension_of(arguments.name)
+    letters = {"pipeline_size": "P", **(_UNITS if extension is None else extension.UNITS)}
+    given = {name: getattr(arguments, name) for name in letters}
+    if None in given.values():
+        *first, last = (f"{flag_of(name)} {letter}" for name, letter in letters.items())
+        raise UsageError(f"{arguments.name} needs {', '.join(first)} and {last}")
+    return given
+
+
+def _word(unit: str) -> str:
+    """Return what units are called, from the name of the argument with their number."""
+    return unit.removeprefix("num_")
+
+
+def _check_drawn(name: str, sizes: Mapping[str, int], parts: int, most: int | None) -> None:
     """Reject a drawing with more than ``most`` ranks times microbatches, too large to look at.
 
     Args:
+        sizes: those of :func:`_sizes`.
         parts: what a microbatch counts for: its slices, or the steps of all adapters.
     """
-    if most is not None and ranks * microbatches > most:
-        raise UsageError(
-            f"{_too_many(name, ranks, microbatches, most)}; a schedule repeats itself between its "
-            f"beginning and its end, so that {_enough(ranks, parts, most)} shows as much"
-        )
+    (_, ranks), (unit, _), *repeats = sizes.items()
+    drawn = math.prod(sizes.values()) * parts
+    if most is None or drawn <= most:
+        return
+    fewer = {repeat: min(number, _REPEATS) for repeat, number in repeats}
+    enough = _enough(ranks, parts * math.prod(fewer.values()), most)
+    flags = [enough.replace(flag_of("num_microbatches"), flag_of(unit))]
+    flags += [f"{flag_of(repeat)} {number}" for repeat, number in fewer.items()]
+    raise UsageError(
+        f"{_too_many(name, ranks, drawn // ranks, most, _word(unit))}; a schedule repeats itself "
+        f"between its beginning and its end, so that {' '.join(flags)} shows as much"
+    )
 
 
 def _check_table_drawn(table: schedules.Schedule, most: int | None) -> None:
@@ -381,10 +413,10 @@ def _check_table_drawn(table: schedules.Schedule, most: int | None) -> None:
         )
 
 
-def _too_many(name: str, ranks: int, microbatches: int, most: int) -> str:
+def _too_many(name: str, ranks: int, number: int, most: int, word: str = "microbatches") -> str:
     return (
-        f"{name}: {microbatches} microbatches on {ranks} ranks are too many to be drawn: their "
-        f"product can be at most {most}"
+        f"{name}: {number} {word} on {ranks} ranks are too many to be drawn: their product can be "
+        f"at most {most}"
     )
 
 
@@ -399,12 +431,12 @@ def _enough(ranks: int, parts: int, most: int) -> str:
 
 
 def _built(arguments: argparse.Namespace) -> schedules.Timeline:
-    adapters = _adapters(arguments)
     extension = extension_of(arguments.name)
+    for name in () if extension is None else _OF_UNITS:
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"{arguments.name} has no {name}: leave --{name} out")
+    adapters = _adapters(arguments)
     if extension is not None:
-        for name in _OF_UNITS:
-            if getattr(arguments, name) is not None:
-                raise UsageError(f"{arguments.name} has no {name}: leave --{name} out")
         return extension.timeline(arguments)
     costs, slicing = _costs(arguments, arguments.pipeline_size), Slicing.equal(1)
     if arguments.slices is not None:

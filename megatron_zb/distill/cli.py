@@ -30,6 +30,8 @@ pipe-bd writes the timeline of blockwise distillation, as chrome-trace:
       --teacher 1 1 2 1 1 1 --student 3 3 5 3 3 2 --update 1 --format chrome-trace --output bd.json
 """
 
+UNITS = {"num_microbatches": "M"}
+
 _TIMES = {
     "teacher": (1.0, "the teacher's forward of one microbatch"),
     "student": (3.0, "forward, loss and backward of its students on one microbatch"),

@@ -203,10 +203,10 @@ def _draw_bars(axes: Axes, timeline: Timeline, inches_per_second: float) -> None
                 in_layout=False,  # it lies within its bar; asking each where takes half the time
             )
     if numbered < len(bars) / 2:
-        _number_some(axes, bars, inches_per_second)
+        _number_some(axes, bars, inches_per_second, timeline.schedule.rules.number_word)
 
 
-def _number_some(axes: Axes, bars: list[Bar], inches_per_second: float) -> None:
+def _number_some(axes: Axes, bars: list[Bar], inches_per_second: float, word: str) -> None:
     """Draw a tick on top where every few microbatches begin, for bars too short for numbers."""
     begins: dict[int, float] = {}
     for bar in bars:
@@ -220,7 +220,7 @@ def _number_some(axes: Axes, bars: list[Bar], inches_per_second: float) -> None:
             ticks[microbatch], last = start, start
     top.set_xticks(list(ticks.values()), [str(microbatch) for microbatch in ticks])
     top.tick_params(length=3, pad=1, labelsize=NUMBER_SIZE)
-    top.set_xlabel("first forward of microbatch", size=NUMBER_SIZE, loc="left", labelpad=1)
+    top.set_xlabel(f"first forward of {word}", size=NUMBER_SIZE, loc="left", labelpad=1)
     top.spines[:].set_visible(False)
 
 

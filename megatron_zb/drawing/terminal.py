@@ -248,9 +248,10 @@ def _legend(timeline: Timeline) -> list[Text]:
         line.append(" " * (width - len(line)) + kind.words)
         lines.append(line)
     if timeline.schedule.rules.has_steps:
-        numbers = (
-            "capital letter: even steps, small: odd; number: microbatch, of an update its step"
-        )
+        number = timeline.schedule.rules.number_word
+        numbers = f"capital letter: even steps, small: odd; number: {number}"
+        if PassKind.U in found:
+            numbers += ", of an update its step"
         return [*lines, Text(f"{numbers}; {IDLE} idle", style="dim")]
     paired = f"{PAIRED} joins a pair; " if timeline.schedule.pairs else ""
     rules = timeline.schedule.rules

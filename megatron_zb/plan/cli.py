@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zb.cli.ending import report_if_slow, say
-from megatron_zb.cli.extensions import Commands, add_command, extensions
+from megatron_zb.cli.extensions import Commands, add_command, packages_with_plans
 
 if TYPE_CHECKING:
     from megatron_zb.plan.from_profile import MeasuredRow, ProfileRequest
@@ -95,8 +95,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_model(command, required=False)
     command.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job")
     _add_measured(command)
-    for extension in extensions():
-        extension.add_plan_arguments(command)
+    for package in packages_with_plans():
+        package.add_plan_arguments(command)
     command.add_argument(
         "--device",
         type=Path,
@@ -271,7 +271,7 @@ def make_plan(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: an error that the user can correct.
     """
-    if any(extension.plan(arguments) for extension in extensions()):
+    if any(package.plan(arguments) for package in packages_with_plans()):
         return
     is_measured = arguments.profile is not None
     if arguments.html is None:

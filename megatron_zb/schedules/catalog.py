@@ -17,6 +17,7 @@ from megatron_zb.schedules.costs import Costs, check_number
 from megatron_zb.schedules.features import two_directions
 from megatron_zb.schedules.features.adapters import Adapters, adapter_request, of_adapters
 from megatron_zb.schedules.features.part import Part
+from megatron_zb.schedules.features.patches import check_trained
 from megatron_zb.schedules.features.recompute_or_offload import in_its_order
 from megatron_zb.schedules.features.second_model import SecondModel, beside_second_model
 from megatron_zb.schedules.features.second_model_orders import Base, with_second_model
@@ -356,8 +357,9 @@ def family(name: str) -> Family:
     """Look up a schedule by its name or alias.
 
     Raises:
-        UsageError: there is no such schedule; the nearest names are given.
+        UsageError: there is no such schedule; the nearest names are given. Or it trains nothing.
     """
+    check_trained(name)
     found = _BY_NAME.get(name.lower())
     if found is None:
         near = suggest(name)

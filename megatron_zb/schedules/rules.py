@@ -68,6 +68,9 @@ class Rules:
         """Entries of the table, or those that replace them, by kind."""
         return {it.kind: it for it in self.table}
 
+    number_word: ClassVar[str] = "microbatch"
+    """What the number of a pass in a drawing counts."""
+
     owner_word: ClassVar[str] = "adapter"
     """What stands before the names of :attr:`owners`, if anything."""
 
@@ -150,6 +153,14 @@ class Rules:
         """Name the unit that a pass of a kind works on."""
         return "microbatch"
 
+    def unit_in_words(self, kind: PassKind, unit: int) -> str:
+        """Describe the unit that a pass of a kind works on."""
+        return f"{self.unit_name(kind)} {unit}"
+
+    def units_in_words(self, units: int) -> str:
+        """Describe all units of a schedule."""
+        return f"{units} microbatches"
+
     def more_inputs(self, graph: TaskGraph) -> Mapping[int, tuple[int, ...]]:
         """Return inputs of nodes that the table of kinds does not have."""
         return {}
@@ -207,7 +218,7 @@ class Rules:
         kind = self.kind(p.kind)
         if kind is not None and kind.home in (Home.SHARDS, Home.LOOKUPS):
             return f"{p.kind} of its rows of the vocabulary, microbatch {p.microbatch}"
-        return f"{p.kind.name} of stage {p.stage}, {self.unit_name(p.kind)} {p.microbatch}"
+        return f"{p.kind.name} of stage {p.stage}, {self.unit_in_words(p.kind, p.microbatch)}"
 
     def message_in_words(self, placement: Placement | None, message: Message) -> str:
         """Describe a message, such as ``the gradient for stage 1, microbatch 3``.
@@ -390,7 +401,7 @@ class _Order:
             why = f"stage {p.stage} does not live on rank {self._rank}"
             return Violation("placement", why, position)
         if row is not None:
-            why = f"there are {self._graph.units} microbatches"
+            why = f"there are {self._rules.units_in_words(self._graph.units)}"
             return Violation("completeness", why, position)
         if kind.home is Home.INNER and p.stage == stages - 1:
             return Violation(kind.rule, "the last stage's B follows its F at once", position)
@@ -406,7 +417,7 @@ class _Order:
         expected = self._expected(row)
         if expected is None:
             return f"there is no {kind.kind} of stage {stage} left to run on this rank"
-        unit = f"{self._rules.unit_name(kind.kind)} {expected}"
+        unit = self._rules.unit_in_words(kind.kind, expected)
         return f"the next {kind.kind} of stage {stage} is {unit}"
 
     def _missing(self, row: int, p: Pass) -> Pass | None:

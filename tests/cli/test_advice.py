@@ -25,6 +25,11 @@ REFUSED = [
     ("show 1f1b -p 16 -m 4000", r"--num-microbatches \d+"),
     ("show zb-h1 -p 4 -m 9000 --slices 8 -o x.png", r"--num-microbatches \d+"),
     ("show pipe-bd -p 100000 -m 8 --blocks 4", r"--pipeline-size \d+ --num-microbatches \d+"),
+    ("show pipefusion -p 4 --patches 8 --time-steps 9000", r"--patches \d+ --time-steps \d+"),
+    (
+        "show pipefusion -p 900 --patches 8 --time-steps 9",
+        r"--pipeline-size \d+ --patches \d+ --time-steps \d+",
+    ),
     ("show pipe-bd -p 65 -m 8", r"--blocks \d+"),
     ("show pipe-bd -p 4 -m 8 --blocks 65", r"--blocks \d+"),
     ("show pipe-bd -p 4 -m 8 --teacher 0 --student 0", r"--teacher \d+"),

@@ -271,6 +271,9 @@ show pipe-bd -p 4 -m 8 --steps 0 | steps
 show pipe-bd -p 4 -m 8 --steps -1 | steps
 show pipe-bd -p 4 -m 8 --run-ahead -1 | ahead
 show pipe-bd -p 4 -m 8 -o x.html | give a name that ends in .png or .svg
+show pipefusion -p 4 -m 8 | pipefusion needs --pipeline-size P, --patches M and --time-steps T
+show pipefusion -p 4 --patches 8 --time-steps x | 'x' is not a whole number of 1 or more
+show pipefusion -p 4 --patches 8 --time-steps 4 -m 8 | pipefusion does not take it: leave it out
 """
 EXPORT = """
 export | --format is missing: give one of csv, chrome-trace

@@ -253,13 +253,14 @@ def test_command_lines_of_plan(
 
 _OF_SHOW = (
     "--ranks -p -m --microbatches --chunks --group-size --memory-limit --forward --backward "
-    "--weight --p2p --blocks --steps --run-ahead --teacher --student --distribution"
+    "--weight --p2p --blocks --steps --run-ahead --teacher --student --distribution --patches "
+    "--time-steps"
 ).split()
 
 
 @_FUZZ
 @given(
-    name=st.sampled_from(["v-half", "zb-h1", "interleaved", "wave", "pipe-bd"])
+    name=st.sampled_from(["v-half", "zb-h1", "interleaved", "wave", "pipe-bd", "pipefusion"])
     | st.text(max_size=8),
     more=st.lists(
         st.tuples(

@@ -48,6 +48,10 @@ OUTPUT = {
         f"show pipe-bd {SIZES} {BLOCKS} --distribution 0-1:1,2-2:2,3-5:1 --reduce 2",
         f"show pipe-bd {SIZES} --run-ahead 0 --steps 2 --blocks 8 --teacher 1",
     ],
+    "show_patches": [
+        "show pipefusion --pipeline-size 4 --patches 8 --time-steps 2",
+        "show pipefusion --pipeline-size 4 --patches 2 --time-steps 3 --forward 2 --p2p 0.5",
+    ],
     "export": [
         f"export v-half {SIZES} --format csv --output -",
         f"export zb-h1 {SMALL} --format chrome-trace --output -",
@@ -56,6 +60,7 @@ OUTPUT = {
         f"export v-zb {TINY} --offload 0.4 --memory-limit 0.5 --format chrome-trace --output -",
         f"export v-zb {TINY} --recompute 0.1 --memory-limit 0.45 --format chrome-trace -o -",
         f"export pipe-bd {SMALL} --blocks 6 --format chrome-trace --output -",
+        "export pipefusion -p 2 --patches 2 --time-steps 2 --format chrome-trace --output -",
     ],
     "refused": [
         "show",
@@ -84,6 +89,8 @@ OUTPUT = {
         f"show pipe-bd {SIZES} --distribution 0-1:1",
         f"show pipe-bd {SIZES} --steps 0",
         f"show pipe-bd {SIZES} --run-ahead -1",
+        "show pipefusion --pipeline-size 4",
+        f"show pipefusion {SIZES}",
         "show --csv nowhere.csv",
         f"show v-half {SIZES} --output v-half.txt",
         f"export v-half {SIZES} --format csv",

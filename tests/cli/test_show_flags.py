@@ -46,6 +46,8 @@ FLAGS = {
     "update": "1",
     "relay": "0.5",
     "reduce": "2",
+    "patches": "5",
+    "time_steps": "3",
 }
 NOT_DRAWN = {"name", "pipeline_size", "num_microbatches", "csv", "output", "help"}
 """What is drawn, and where."""
@@ -100,6 +102,7 @@ BASES = {
     "pipe-bd": f"{SIZES} --blocks 2 --teacher 1 3",
     "interleaved": SIZES,
     "1f1b": SIZES,
+    "pipefusion": "--pipeline-size 3 --patches 4 --time-steps 2",
 }
 PAIRS = [pair for pair in combinations(FLAGS, 2) if not {*pair} <= LIMITED | {"memory_limit"}]
 """All but recomputation and offload, of which a search takes what is faster, under a limit."""

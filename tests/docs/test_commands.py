@@ -33,7 +33,7 @@ ELSEWHERE = {
     "test_distill_gpt.py",
     r"python -m megatron_zb.distill\.choice": "tests/distill/test_block_library.py",
     r".*(?:\$MODEL|runs/)": "tests/docs/test_case_study.py",
-    r"torchrun .* examples/": "tests/docs/test_examples.py",
+    r"(?:torchrun .*|python) examples/": "tests/docs/test_examples.py",
     r"torchrun --nproc-per-node 4 -m megatron_zb\.launch pretrain_gpt\.py \$MY_ARGUMENTS": "tests/"
     "docs/test_flags.py",
     r"megatron-zb verify": "tests/real_megatron_lm/test_verify.py",

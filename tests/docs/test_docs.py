@@ -638,6 +638,11 @@ def test_the_table_of_two_directions_is_what_its_script_prints() -> None:
     assert make.replaced(PAGE, "directions", make.directions_table()) == PAGE
 
 
+def test_the_table_of_patches_is_what_its_script_prints() -> None:
+    make = load_script()
+    assert make.replaced(PAGE, "patches", make.patches_table()) == PAGE
+
+
 def test_the_gain_of_adapters_together_is_that_of_the_results() -> None:
     page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
     filled, result = results("adapters_filled.cpu.json"), results("adapters_together.cpu.json")

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 LOOP = EXAMPLES / "training_loop.py"
 TRAINER = EXAMPLES / "rl_trainer.py"
+SAMPLER = EXAMPLES / "pipefusion.py"
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,64 @@ def test_a_trainer_for_reinforcement_learning_learns_alike_under_every_schedule(
     assert len(learnt) == 20
     assert learnt[-1] > 4 * learnt[0]  # counting is what is rewarded
     assert losses_of("1f1b", script=TRAINER) == learnt
+
+
+def sampled(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The end of the sampler, in a process that forks off its ranks."""
+    return subprocess.run(
+        [sys.executable, str(SAMPLER), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+@pytest.mark.slow
+def test_an_image_sampled_on_ranks_is_that_of_one_process() -> None:
+    done = sampled()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal, to the last bit, to one process") == 2
+    assert "idle share: 5.08% simulated, 5.08% by formula" in done.stdout  # p = 4, M = 8, T = 7
+    errors = [float(error) for error in re.findall(r"at once: (\S+)", done.stdout)]
+    page = " ".join((ROOT / "docs" / "schedules.md").read_text(encoding="utf-8").split())
+    found = re.search(r"is ([\d.]+) % with 8 time steps and ([\d.]+) % with 32", page)
+    assert found is not None
+    assert [100 * error for error in errors] == pytest.approx(
+        [*map(float, found.groups())], rel=0.1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "--pipeline-size 3 --patches 2 --time-steps 4 --warm-up 2",
+        pytest.param("--pipeline-size 1 --time-steps 3 6", marks=pytest.mark.full),
+        pytest.param("--pipeline-size 2 --patches 1 --time-steps 3", marks=pytest.mark.full),
+    ],
+)
+def test_images_of_other_sizes_are_those_of_one_process(sizes: str) -> None:
+    done = sampled(*sizes.split())
+    assert done.returncode == 0, done.stderr
+    assert "equal, to the last bit, to one process" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--patches 7", "--patches is 7: the image has 256 tokens, give a divisor such as 8"),
+        ("--pipeline-size 9", "--pipeline-size is 9: there are 8 blocks, give at most 8"),
+        ("--time-steps 1 8", "--time-steps is 1: give more than the 1 of the warm-up"),
+        ("--time-steps x", "--time-steps: 'x' is not a whole number of 1 or more"),
+    ],
+)
+def test_wrong_sizes_of_the_sampler_end_with_one_sentence(arguments: str, words: str) -> None:
+    done = sampled(*arguments.split())
+    assert done.returncode == 1
+    assert done.stderr == f"pipefusion.py: error: {words}\n"
 
 
 @pytest.mark.parametrize("script", [LOOP, TRAINER], ids=lambda path: path.name)

@@ -166,6 +166,7 @@ ENDS = "count the layers of a rank, which holds several chunks here"
     ("line", "upstream", "words"),
     [
         ("--pipeline-schedule v-haf", {}, "unknown pipeline schedule 'v-haf': did you mean v-half"),
+        ("--pipeline-schedule pipefusion", {}, "pipefusion is forward-only"),
         ("--pipeline-schedule v-half --pipeline-memory-limit 0.1", {}, "0.1 of 1F1B"),
         ("--pipeline-schedule v-half --pipeline-memory-limit -1", {}, "memory limit -1"),
         ("--pipeline-schedule v-half --pipeline-timeout -1", {}, "--pipeline-timeout is -1"),

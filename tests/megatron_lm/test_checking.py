@@ -167,6 +167,7 @@ def test_an_argument_that_no_known_version_has_is_not_ignored(
         (f"{RUN} --num-layers many", "--num-layers: 'many' is not a whole number"),
         (SIZES, "no schedule is chosen: add --pipeline-schedule"),
         (RUN.replace("v-half", "v-halv"), "unknown pipeline schedule 'v-halv'"),
+        (RUN.replace("v-half", "pipefusion"), "pipefusion is forward-only"),
         ("--pipeline-schedule v-half --num-layers 8", "needs a pipeline"),
     ],
 )

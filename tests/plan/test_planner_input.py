@@ -139,6 +139,7 @@ def test_no_text_is_answered_with_a_traceback(data: st.DataObject) -> None:
         (["--gpus", "8", "--tensor", "3"], "--tensor can be 1, 2, 4 or 8"),
         (["--gpus", "8", "--recompute", "some"], "--recompute 'some' is unknown: give one or more"),
         (["--gpus", "8", "--schedules", "v-halv"], "unknown pipeline schedule 'v-halv'"),
+        (["--gpus", "8", "--schedules", "pipefusion"], "pipefusion is forward-only"),
         (["--gpus", "8", "--schedules", ","], "names no schedule"),
         (["--gpus", "8", "--tries", "0"], "--tries 0"),
         (["--gpus", "8", "--device", "none.yaml"], "none.yaml cannot be read: No such file"),
