@@ -17,6 +17,10 @@ move them to the host: threads sleep for the copies.
 With --adapters, several adapters share the pipeline: C of them, each with M microbatches in a step
 and S steps. A frozen base has a short W, such as --milliseconds 20 20 0.4.
 
+With --encoder, an encoder runs on every rank for its part of the microbatches, and with --reference
+the layers of a frozen teacher lie on all ranks. Either is given by the forward of a microbatch, as
+a share of F on each rank.
+
 With --watchdog it compares something else: steps that a watchdog and its progress observer look at
 with steps that nobody looks at, in pairs, one after the other. The ratio of a pair is what they
 cost; the JSON line has the median, the quartiles around it, and what a look into the store and a
@@ -49,6 +53,7 @@ from megatron_zb.schedules.features.adapters import Adapters
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.train.synthetic_steps import SyntheticSteps, join
 
@@ -116,6 +121,11 @@ def _arguments() -> argparse.Namespace:
         help="in place of --microbatches: C adapters, M microbatches of a step, S steps, and an "
         "update of half a millisecond",
     )
+    second = parser.add_mutually_exclusive_group()
+    second.add_argument(
+        "--encoder", type=float, metavar="SHARE", help="of F; its backward takes twice as long"
+    )
+    second.add_argument("--reference", type=float, metavar="SHARE", help="of F")
     parser.add_argument("--schedules", nargs="*", default=schedules.names(), metavar="NAME")
     parser.add_argument(
         "--watchdog", action="store_true", help="what watching costs; repetitions are pairs then"
@@ -129,6 +139,16 @@ def _arguments() -> argparse.Namespace:
 def _adapters(args: argparse.Namespace) -> Adapters:
     count, microbatches, steps = map(int, args.adapters.split("x"))
     return Adapters.equal(count, microbatches=microbatches, steps=steps, update=_UPDATE)
+
+
+def _second_model(args: argparse.Namespace) -> SecondModel | None:
+    forward = args.milliseconds[0] / 1000
+    if args.encoder is not None:
+        share = args.encoder * forward
+        return SecondModel(SecondRole.ENCODER, share, backward=2 * share, copies=True)
+    if args.reference is not None:
+        return SecondModel(SecondRole.TEACHER, args.reference * forward)
+    return None
 
 
 def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, result: str) -> None:
@@ -177,6 +197,7 @@ def _built_once(
             costs=costs,
             memory_limit=args.memory_limit,
             adapters=_adapters(args) if args.adapters else None,
+            second_model=_second_model(args),
         )
     dist.broadcast_object_list(found)
     schedule: schedules.Schedule = found[0]
@@ -256,6 +277,9 @@ def _report(
                 "memory_limit": args.memory_limit,
                 "recompute": args.recompute,
                 "offload": args.offload,
+                "adapters": args.adapters,
+                "encoder": args.encoder,
+                "reference": args.reference,
                 "ranks": args.ranks,
                 "microbatches": args.microbatches,
                 **provenance.of_this_run(),

@@ -93,11 +93,11 @@ def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
         raise UsageError(
             f"its table is for {sizes[0]} ranks and {sizes[1]} microbatches, not for {p} and {m}"
         )
-    placement = request.get("placement")
-    if placement is not None and found.placement.rank_of != placement.rank_of:
+    placement, trained = request.get("placement"), found.placement.of_trained
+    if placement is not None and trained.rank_of != placement.rank_of:
         raise UsageError("its stages stand elsewhere")
-    if request.get("chunks") not in (None, found.placement.chunks):
-        raise UsageError(f"it has {found.placement.chunks} chunks per rank")
+    if request.get("chunks") not in (None, trained.chunks):
+        raise UsageError(f"it has {trained.chunks} chunks per rank")
     limit = Limit.of(request.get("memory_limit"), p)
     costs: Costs | None = request.get("costs")
     if costs is not None:

@@ -47,7 +47,11 @@ def _sleep_exactly() -> None:
         ctypes.CDLL(None).prctl(set_timer_slack, ctypes.c_ulong(1))
 
 
-_HANDLERS = {**TRAINING, PassKind.U: lambda stage, microbatch: stage.update(microbatch)}
+_HANDLERS = {
+    **TRAINING,
+    PassKind.F: lambda stage, microbatch, *received: stage.forward(microbatch, *received),
+    PassKind.U: lambda stage, microbatch: stage.update(microbatch),
+}
 
 
 class SyntheticStage:
@@ -55,11 +59,15 @@ class SyntheticStage:
 
     def __init__(self, stage: int, costs: StageCosts) -> None:
         self._stage, self._costs = stage, costs
-        self._is_last = stage == len(costs.seconds[PassKind.F]) - 1
-        self._is_first = stage == 0
         self._payload = torch.zeros(64)
 
-    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+    def forward(
+        self,
+        microbatch: int,
+        activation: torch.Tensor | None = None,
+        other: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Sleep for F, which may also read the output of a second model."""
         self.run(PassKind.F, microbatch)
         return self.output(PassKind.F)
 
@@ -81,9 +89,8 @@ class SyntheticStage:
         self.run(PassKind.U, microbatch)
 
     def output(self, kind: PassKind) -> torch.Tensor | None:
-        """Return the message of a pass, None where no other stage reads one."""
-        is_end = self._is_last if kind is PassKind.F else self._is_first
-        return None if is_end else self._payload
+        """Return the message of a pass, which is dropped where no other stage reads it."""
+        return self._payload
 
     def run(self, kind: PassKind, microbatch: int) -> None:
         """Sleep for as long as a pass takes."""
@@ -107,7 +114,8 @@ class SyntheticSteps:
         timeline = schedules.simulate(schedule, costs)
         self.rank, self.size, self._pairs = rank, placement.pipeline_size, pairs
         self.program = schedules.lower(schedule, timeline)
-        self.channels = Channels(list(range(self.size)), placement, "cpu")
+        more_peers = schedule.rules.more_peers(placement)
+        self.channels = Channels(list(range(self.size)), placement, "cpu", more_peers=more_peers)
         self.stages = self.stages_of(schedule, timeline.costs)
         self.seconds()
 
