@@ -46,7 +46,7 @@ from megatron_zb.megatron_lm.adapter_of_arguments import (
     asked_of,
     prepare_overlap,
 )
-from megatron_zb.megatron_lm.hooks import ScheduledRun
+from megatron_zb.megatron_lm.hooks import ScheduledRun, StageData
 from megatron_zb.megatron_lm.replacing import (
     Undo,
     is_anybodys,
@@ -162,9 +162,10 @@ class Pipeline:
         prepare_overlap(args)
         self._check_sizes(args)
         adapter, schedule = self.adapter, self.adapter.schedule
-        placements, draws = (schedule.placement,), adapter.draws_by_layer
+        placement = schedule.placement.of_trained
+        placements, draws = (placement,), adapter.draws_by_layer
         refusals.check(asked_of(args).known(placements, draws_by_layer=draws))
-        refusals.check_step(args, schedule.name, placement=schedule.placement)
+        refusals.check_step(args, schedule.name, placement=placement)
         model.virtual_pipeline_model_parallel_size = adapter.virtual_pipeline_size
         if hasattr(model, _GROUP) and not _takes_group_size(schedule.name):
             setattr(model, _GROUP, 1)  # trainers round the number of microbatches up to it
@@ -306,19 +307,28 @@ class Pipeline:
             DistributedOptimizer, versions.RESHARDABLE, checkpoints.save_without_padding
         )
         yield replace_method(DistributedOptimizer, checkpoints.BOUND, checkpoints.load_bound)
-        if self.adapter.physical.mirrored:
-            stages = run.stage_data
-            yield everywhere(distributed, "finalize_model_grads", run.finalize_model_grads)
-            yield everywhere(parallel_state, "is_pipeline_first_stage", stages.is_first_stage)
+        mirrored, encodes = self.adapter.physical.mirrored, self.adapter.second_model is not None
+        if mirrored or encodes:
             yield replace(
                 pipeline_utils,
                 "is_pp_first_stage",
-                lambda original, group: stages.is_first_stage(original),
+                partial(_reads_as_first, self.adapter, run.stage_data),
                 _asks_for_embedding,
             )
+        if mirrored:
+            stages = run.stage_data
+            yield everywhere(distributed, "finalize_model_grads", run.finalize_model_grads)
+            yield everywhere(parallel_state, "is_pipeline_first_stage", stages.is_first_stage)
             yield replace(fully_parallel, checkpoints.SHARING, checkpoints.share_out)
             wrapper = fully_parallel.FullyParallelLoadStrategyWrapper
             yield replace_method(wrapper, "load", checkpoints.load_apart)
+
+
+def _reads_as_first(adapter: PipelineAdapter, stages: StageData, original: Any, group: Any) -> bool:
+    """Return whether a rank reads what the first stage reads: it has that, or runs an encoder."""
+    if adapter.is_encoding:
+        return True
+    return stages.is_first_stage(original) if adapter.physical.mirrored else original(group)
 
 
 def _asks_for_embedding(module: str) -> bool:

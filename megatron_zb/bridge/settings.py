@@ -50,6 +50,8 @@ class Settings(ScheduleSettings):
         pipeline_recompute: ``auto`` may recompute activations to keep the limit.
         pipeline_offload: ``auto`` may offload activations to the host to keep the limit.
         pipeline_host_limit: the most memory of the host for the activations of any rank, alike.
+        pipeline_encoder: the forward of the model's encoder as a share of the language model's; it
+            then runs on every rank, and not in the first stage alone.
         pipeline_random_streams: ``rank``, or ``layer`` with a ``seed``.
         seed: of the streams of the layers.
         pipeline_verify: compare the first step's gradients with those of an unsplit backward.

@@ -57,6 +57,7 @@ from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.features.offload import Offload
+from megatron_zb.schedules.features.second_model import SecondModel
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.request import Limit
@@ -170,6 +171,11 @@ class PipelineAdapter:
         return self.current.schedule
 
     @property
+    def second_model(self) -> SecondModel | None:
+        """The model that runs beside the trained one, if any."""
+        return self.current.second_model
+
+    @property
     def costs(self) -> Costs:
         return self.current.costs
 
@@ -201,6 +207,11 @@ class PipelineAdapter:
 
     def post_process(self, pp_rank: int, vp_stage: int | None) -> bool:
         return self.physical.holds_output(pp_rank, vp_stage)
+
+    @property
+    def is_encoding(self) -> bool:
+        """Whether the forward step runs for an encoder, with what a first stage reads."""
+        return EncoderPart in self._parts and self.part(EncoderPart).is_encoding
 
     def holds_encoder(self, pp_rank: int, vp_stage: int | None) -> bool:
         """Whether a chunk is to be built with the encoder of the model, if it has one."""

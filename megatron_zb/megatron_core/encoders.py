@@ -7,8 +7,9 @@ forward of the first stage take an output that was computed before.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ def encoder_of(model: Any) -> EncoderOfModel:
             return ENCODERS[kind.__name__]
     raise UsageError(
         f"the encoder of a {type(model).__name__} cannot run on every rank, only that of "
-        f"{' and '.join(ENCODERS)}: leave it in the first stage"
+        f"{', '.join(ENCODERS)}: leave it in the first stage"
     )
 
 
@@ -104,33 +105,75 @@ def _given_to_llava(model: Any, output: torch.Tensor) -> AbstractContextManager[
     return NOTHING
 
 
-# --- Qwen2.5-VL in Megatron-Bridge, whose forward calls the encoder of Hugging Face
+# --- models of Megatron-Bridge whose forward calls the encoder of Hugging Face, by grids of patches
 
 
-def _encode_qwen(model: Any, call: ModelCall) -> tuple[torch.Tensor, Any]:
-    pixels, grid = (call.options.get(name) for name in ("pixel_values", "image_grid_thw"))
-    if call.options.get("pixel_values_videos") is not None:
-        raise UsageError(
-            "the encoder of a Qwen2.5-VL model cannot run on every rank for videos: leave it in "
-            "the first stage"
-        )
+def _encode_grid(model: Any, call: ModelCall) -> tuple[torch.Tensor, Any]:
+    _check_images_alone(call)
+    pixels = call.options.get("pixel_values")
     if pixels is None:
-        weight = next(model.visual.parameters())
-        output = weight.new_empty(0, model.config.hidden_size)
+        output = _nothing(model.visual, model.config.hidden_size)
     else:
+        grid = call.options["image_grid_thw"]
         output = model.visual(pixels.type(model.visual.dtype), grid_thw=grid).pooler_output
     return output, output
 
 
-@contextmanager
-def _given_to_qwen(model: Any, output: torch.Tensor) -> Iterator[None]:
+def _given_grid(model: Any, output: torch.Tensor) -> AbstractContextManager[None]:
     def answer(*_arguments: Any, **_options: Any) -> Any:
         return SimpleNamespace(pooler_output=output)
 
-    with calls_replaced(model.visual, answer):
-        yield
+    return calls_replaced(model.visual, answer)
 
 
+def _check_images_alone(call: ModelCall) -> None:
+    if call.options.get("pixel_values_videos") is not None:
+        raise UsageError(
+            "an encoder cannot run on every rank for videos: leave it in the first stage"
+        )
+
+
+def _nothing(encoder: torch.nn.Module, width: int) -> torch.Tensor:
+    """Return the output for a microbatch without images."""
+    return next(encoder.parameters()).new_empty(0, width)
+
+
+# --- Qwen3-VL in Megatron-Bridge, some of whose layers take outputs of the encoder's inner layers
+
+
+def _encode_qwen3(model: Any, call: ModelCall) -> tuple[torch.Tensor, Any]:
+    """Return the output of the last layer and those of inner ones, side by side."""
+    _check_images_alone(call)
+    if model.pg_collection.cp.size() > 1:
+        raise UsageError(
+            "an encoder of Qwen3-VL cannot run on every rank with context parallelism: leave it in "
+            "the first stage"
+        )
+    names = ("input_ids", "pixel_values", "image_grid_thw", "image_input_mask")
+    inputs = {name: call.options.get(name) for name in names}
+    of_model = {
+        name: getattr(model, name)
+        for name in ("image_token_id", "video_token_id", "square_merge_size")
+    }
+    reorganize = sys.modules[type(model).__module__].reorganize_inputs
+    pixels, grid, _ = reorganize(**inputs, **of_model)
+    if grid is None or not grid.shape[0]:
+        output = _nothing(model.vision_model, model.config.hidden_size)
+    else:
+        last, inner = model.vision_model(hidden_states=pixels, grid_thw=grid)
+        output = torch.cat([last, *inner], dim=-1)
+    return output, output
+
+
+def _given_to_qwen3(model: Any, output: torch.Tensor) -> AbstractContextManager[None]:
+    def answer(*_arguments: Any, **_options: Any) -> Any:
+        last, *inner = output.split(model.config.hidden_size, dim=-1)
+        return last, inner
+
+    return calls_replaced(model.vision_model, answer)
+
+
+_OF_GRID = EncoderOfModel(("visual",), (), _encode_grid, _given_grid)
 ENCODERS: Mapping[str, EncoderOfModel] = {
     "LLaVAModel": EncoderOfModel(
         ("vision_model", "vision_projection"),
@@ -138,6 +181,8 @@ ENCODERS: Mapping[str, EncoderOfModel] = {
         _encode_llava,
         _given_to_llava,
     ),
-    "Qwen25VLModel": EncoderOfModel(("visual",), (), _encode_qwen, _given_to_qwen),
+    "Qwen25VLModel": _OF_GRID,
+    "GLM45VModel": _OF_GRID,
+    "Qwen3VLModel": EncoderOfModel(("vision_model",), (), _encode_qwen3, _given_to_qwen3),
 }
 """Encoders by the class of the model."""

@@ -48,14 +48,15 @@ class EncoderStage(MegatronStage):
     """The encoder of a rank in one step.
 
     Args:
+        part: the part of the step to which it belongs.
         encoder: how it runs.
-        iterator: number of the iterator from which it reads.
     """
 
     def __init__(
-        self, step: Step, split: SplitBackward, encoder: EncoderOfModel, iterator: int
+        self, step: Step, split: SplitBackward, part: EncoderPart, encoder: EncoderOfModel
     ) -> None:
-        self._encoder, self._iterator = encoder, iterator
+        self._part, self._encoder = part, encoder
+        self._iterator = len(step.model)  # behind those of the chunks
         self._output: torch.Tensor | None = None
         super().__init__(step, CHUNK, split)
 
@@ -79,6 +80,7 @@ class EncoderStage(MegatronStage):
             if config.enable_autocast
             else nullcontext(),
             calls_replaced(model, partial(self._encode, model, model._compiled_call_impl)),
+            self._part.encoding(),
         ):
             step.forward_step_func(step.data_iterators[self._iterator], model)
         output, self._output = self._output, None
@@ -141,6 +143,17 @@ class EncoderPart(StepPart):
         self._physical, self._splits = physical, splits
         self._readings = TwiceRead()
         self._encoder: EncoderOfModel | None = None
+        self.is_encoding = False
+        """Whether the forward step runs for the encoder, which reads what a first stage reads."""
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """Say that the forward step inside runs for the encoder."""
+        self.is_encoding = True
+        try:
+            yield
+        finally:
+            self.is_encoding = False
 
     @cached_property
     def _home(self) -> int:
@@ -221,8 +234,8 @@ class EncoderPart(StepPart):
 
     def more_stages(self, stages: Mapping[int, Any], step: Step) -> Mapping[int, Any]:
         assert self._encoder is not None, "the model has been prepared"
-        iterator = len(step.model)
-        return {self._stage(step): EncoderStage(step, self._splits[CHUNK], self._encoder, iterator)}
+        own = EncoderStage(step, self._splits[CHUNK], self, self._encoder)
+        return {self._stage(step): own}
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:

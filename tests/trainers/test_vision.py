@@ -19,7 +19,7 @@ NAMES = ("v-half", "v-zb", "zb-h1", "interleaved")
 Steps = list[tuple[dict[str, float], float]]
 
 
-def trained(family: str, name: str | None, **provided: Any) -> Steps:
+def trained(family: str, name: str | None, encoder: float | None = None, **provided: Any) -> Steps:
     """Three steps; microbatches have one image, two or none."""
     from vision_trainer import new_job, new_provider
 
@@ -27,7 +27,7 @@ def trained(family: str, name: str | None, **provided: Any) -> Steps:
     if name is None:
         job = new_job(family, provider)
         return [job.train_one_step() for _ in range(3)]
-    settings = Settings(pipeline_schedule=name, num_microbatches=4)
+    settings = Settings(pipeline_schedule=name, num_microbatches=4, pipeline_encoder=encoder)
     with install(settings, provider) as pipeline:
         pipeline.prepare_provider(provider)
         job = new_job(family, provider)
@@ -86,3 +86,25 @@ def losses_of(ranks_of_job: list[Steps]) -> list[dict[str, float]]:
     found = [[losses for losses in of_ranks if losses] for of_ranks in by_step]
     assert all(len(of_one) == 1 for of_one in found)
     return [of_one[0] for of_one in found]
+
+
+@pytest.mark.parametrize("frozen", [{}, {"freeze_vision_model": True}], ids=["", "frozen"])
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [("qwen25_vl", 2), ("qwen25_vl", 4), ("qwen3_vl", 2), ("qwen3_vl", 4), ("glm_45v", 2)],
+)
+def test_an_encoder_runs_on_every_rank(
+    ranks: RankPools, family: str, size: int, frozen: dict[str, bool]
+) -> None:
+    """Losses of the first step are equal; then weights differ by the order of sums."""
+    pool = ranks(size, Kind.TRAINERS)
+    expected = pool.run(trained, family=family, name=None, **frozen)
+    names = NAMES if size == 2 else ("v-half", "zb-h1")
+    for name in names:
+        found = pool.run(trained, family=family, name=name, encoder=0.2, **frozen)
+        ours, theirs = losses_of(found), losses_of(expected)
+        assert ours[0] == theirs[0], name
+        for one, other in zip(ours, theirs, strict=True):
+            assert one == pytest.approx(other, rel=1e-5), name
+        norms = [norm for _, norm in found[0]]
+        assert norms == pytest.approx([norm for _, norm in expected[0]], rel=1e-4), name
