@@ -39,8 +39,10 @@ def second_model_of(
     if (asked := args.pipeline_encoder) is None:
         return None
     share = asked if isinstance(asked, float) else _counted(args, sizes, attention)
-    is_frozen = getattr(args, "freeze_ViT", False)
+    is_frozen = any(getattr(args, name, False) for name in ("freeze_ViT", "freeze_vision_model"))
     backward = share * (_PROJECTION if is_frozen else 2.0)
+    if is_frozen and getattr(args, "freeze_vision_projection", False):
+        backward = 0.0
     return SecondModel(SecondRole.ENCODER, forward=share, backward=backward, copies=True)
 
 

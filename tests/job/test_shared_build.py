@@ -23,6 +23,7 @@ from megatron_zb.job.shared_build import SharedBuild, kept
 from megatron_zb.schedules import Costs, interchange
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.recomputation import Recomputation
+from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
 from megatron_zb.schedules.features.slices import Slicing
 from megatron_zb.schedules.placement import v_shape
 
@@ -78,6 +79,18 @@ def test_rank_0_builds_and_all_have_its_schedule(name: str) -> None:
     assert found[0].name == name
     assert found[1] == found[2] == found[0]
     assert found[1].reason == found[0].reason
+
+
+@pytest.mark.parametrize("name", ["v-half", "interleaved"])
+def test_passes_of_a_second_model_are_shared(name: str) -> None:
+    encoder = SecondModel(SecondRole.ENCODER, forward=0.1, backward=0.2, copies=True)
+    request = {"name": name, "chunks": 2 if name == "interleaved" else None}
+    asked = [{**request, "second_model": encoder}] * 2
+    found = on_ranks([Counting(), Counting()], asked)
+    assert found[1] == found[0]
+    assert found[1].placement.chunks == 3
+    other = [asked[0], {**request, "second_model": encoder.scaled(2.0)}]
+    assert "second model" in on_ranks([Counting(), Counting()], other)[1]
 
 
 @pytest.mark.long

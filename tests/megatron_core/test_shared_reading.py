@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_zb.megatron_core.data_iterators import SharedReadings
+from megatron_zb.megatron_core.data_iterators import SharedReadings, TwiceRead
 
 
 class _Data:
@@ -92,3 +93,43 @@ def test_one_iterator_of_both_ends_none_and_saved_states_are_left_alone() -> Non
     other.save_state = lambda: None  # type: ignore[attr-defined]
     for iterators in ([one, one], [None, one], [one, other]):
         assert SharedReadings().shared(iterators, 0, 1) is iterators
+
+
+def test_two_models_read_once_each_at_its_own_pace() -> None:
+    """The second one passes some microbatches, and may begin first; a step ends for both."""
+    data, readings = _Data(), TwiceRead()
+    for step in range(3):
+        begin = 5 * step
+        given: Any = SimpleNamespace(data_iterators=[data, "other"])
+        readings.share(given, [1, 3])
+        first, other, second = given.data_iterators
+        assert other == "other"
+        if step == 1:
+            assert _numbers(second, 1) == [begin + 1]
+            assert _numbers(first, 5) == list(range(begin, begin + 5))
+            assert _numbers(second, 1) == [begin + 3]
+        elif step == 0:
+            assert _numbers(first, 2) == [begin, begin + 1]
+            assert _numbers(second, 2) == [begin + 1, begin + 3]
+            assert _numbers(first, 3) == [begin + 2, begin + 3, begin + 4]
+        else:  # a stage that needs no data
+            assert _numbers(second, 2) == [begin + 1, begin + 3]
+        assert first.rewind() == second.rewind() == "rewound"
+        readings.finish(5)
+        assert data.count == begin + 5
+
+
+def test_a_microbatch_that_one_model_changes_is_whole_for_the_other() -> None:
+    given: Any = SimpleNamespace(data_iterators=[_Data()])
+    TwiceRead().share(given, None)
+    first, second = given.data_iterators
+    next(first).clear()
+    assert _numbers(second, 1) == [0]
+
+
+def test_a_rank_that_is_sent_its_data_has_nothing_to_share() -> None:
+    given: Any = SimpleNamespace(data_iterators=[None])
+    readings = TwiceRead()
+    readings.share(given, None)
+    readings.finish(4)
+    assert given.data_iterators == [None, None]

@@ -79,3 +79,20 @@ def test_an_encoder_runs_on_every_rank(checkout: Path, model: str, schedule: str
         (ours.evaluations, upstream.evaluations),
     ):
         assert numbers(of_ours) == pytest.approx(numbers(of_upstream), rel=1e-4)
+
+
+def test_an_encoder_on_every_rank_goes_on_from_a_checkpoint(checkout: Path, tmp_path: Path) -> None:
+    """Legacy checkpoints, which alone Megatron-LM keeps of such models, are of one placement."""
+    flags = f"{ENCODER} --pipeline-schedule zb-h1 --save {tmp_path} --save-interval 3"
+    spread = f"{flags} --pipeline-encoder on"
+    through = trained(checkout, spread)
+    assert through.code == 0, through.output
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3", encoding="utf-8")
+    resumed = trained(checkout, spread, f"--load {tmp_path}")
+    assert resumed.code == 0, resumed.output
+    assert resumed.losses == {n: loss for n, loss in through.losses.items() if n > 3}
+    assert resumed.evaluations == through.evaluations
+    elsewhere = trained(checkout, flags, f"--load {tmp_path}")
+    assert elsewhere.code != 0
+    assert "is in the legacy format and was written with" in elsewhere.error
+    assert "with a copy of the encoder on every rank" in elsewhere.error

@@ -88,7 +88,14 @@ def losses_of(ranks_of_job: list[Steps]) -> list[dict[str, float]]:
     return [of_one[0] for of_one in found]
 
 
-@pytest.mark.parametrize("frozen", [{}, {"freeze_vision_model": True}], ids=["", "frozen"])
+FROZEN = {
+    "trained": {},
+    "frozen": {"freeze_vision_model": True},
+    "all frozen": {"freeze_vision_model": True, "freeze_vision_projection": True},
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
 @pytest.mark.parametrize(
     ("family", "size"),
     [("qwen25_vl", 2), ("qwen25_vl", 4), ("qwen3_vl", 2), ("qwen3_vl", 4), ("glm_45v", 2)],
