@@ -11,6 +11,7 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -61,14 +62,17 @@ def parse_encoder(text: str) -> float | str | None:
     """Parse where an encoder runs: ``on``, ``off``, or the share that its forward takes.
 
     Raises:
-        ValueError: it is none of these.
+        ArgumentTypeError: it is none of these.
     """
     if text in ("on", "off"):
         return text if text == "on" else None
-    share = float(text)
-    if not 0 < share < math.inf:
-        raise ValueError(text)
-    return share
+    with suppress(ValueError):
+        share = float(text)
+        if 0 < share < math.inf:
+            return share
+    raise argparse.ArgumentTypeError(
+        f"'{text}' is neither on, nor off, nor the share of a forward, such as 0.2"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +333,7 @@ def parsed(name: str, value: Any, choices: tuple[str | None, ...] | None = None)
         choices: those to take instead of the flag's.
 
     Raises:
-        UsageError: it is none of the choices, no limit, or no slices.
+        UsageError: it is none of the choices, no limit, no slices, or no share.
     """
     argument = _FIELDS[name].metadata
     if argument.get("type") == Limit.parse:
@@ -338,6 +342,11 @@ def parsed(name: str, value: Any, choices: tuple[str | None, ...] | None = None)
         except (TypeError, argparse.ArgumentTypeError):
             example = "give a fraction of 1F1B's, such as 0.5, or bytes, such as 40GiB"
             raise UsageError(f"{name} is {value!r}: {example}") from None
+    if argument.get("type") == parse_encoder:
+        try:
+            return None if value is None else parse_encoder(str(value))
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"{name}: {error}") from None
     if argument.get("type") == parse_slices:
         return None if value is None else given_slices(value)
     allowed: tuple[str | None, ...] = choices or (*argument.get("choices", ()), None)

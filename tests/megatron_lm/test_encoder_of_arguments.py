@@ -13,6 +13,7 @@ from megatron_arguments import parsed
 from torch import nn
 
 from megatron_zb.errors import UsageError
+from megatron_zb.job.settings import ScheduleSettings
 from megatron_zb.megatron_lm import spread_encoder
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
 from megatron_zb.megatron_lm.spread_encoder import give_encoder
@@ -68,6 +69,19 @@ def test_what_cannot_be_counted_is_asked_for() -> None:
     args = parsed("--pipeline-schedule v-half --pipeline-encoder on")
     with pytest.raises(UsageError, match=r"cannot be counted: give it, such as .*-encoder 0\.2"):
         adapter_of(args)
+
+
+@pytest.mark.parametrize("value", ["fast", "0", "-1", "inf", "nan"])
+def test_a_value_that_is_no_share_is_refused(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"'{value}' is neither on, nor off, nor the share of a forward, such as 0.2"
+    with pytest.raises(SystemExit):
+        parsed(f"--pipeline-schedule v-half --pipeline-encoder {value}")
+    assert words in capsys.readouterr().err
+    with pytest.raises(UsageError) as error:
+        ScheduleSettings(pipeline_schedule="v-half", pipeline_encoder=value)
+    assert str(error.value) == f"pipeline_encoder: {words}"
 
 
 def test_without_the_flag_there_is_no_second_model() -> None:
