@@ -62,7 +62,10 @@ def numbers(logged: Mapping[Any, str]) -> list[float]:
         (f"{ENCODER} --freeze-ViT", "zb-h1"),
         (MODEL, "v-half --pipeline-random-streams rank"),
         (MODEL, "v-zb --pipeline-random-streams rank"),
-        (MODEL, "interleaved --num-virtual-stages-per-pipeline-rank 2"),
+        (
+            MODEL,
+            "interleaved --num-virtual-stages-per-pipeline-rank 2 --pipeline-random-streams rank",
+        ),
     ],
 )
 def test_an_encoder_runs_on_every_rank(checkout: Path, model: str, schedule: str) -> None:
