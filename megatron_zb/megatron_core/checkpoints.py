@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -43,6 +43,14 @@ BOUND = "load_parameter_state_from_dp_reshardable"
 
 _WEIGHT_OF_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
 _LARGEST = 1 << 22  # elements of a weight that is read to compare; norms and biases have less
+
+
+def sums_of(weights: Iterable[torch.Tensor]) -> list[float]:
+    """Return two sums of each weight, by which ranks compare copies of it."""
+    each = (weight.detach().double() for weight in weights)
+    sums = [total for weight in each for total in (weight.sum(), weight.square().sum())]
+    found: list[float] = torch.stack(sums).tolist() if sums else []
+    return found
 
 
 def as_replicas(state: Any) -> Any:

@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 from torch.utils._pytree import tree_map_only
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.checkpoints import as_replicas
+from megatron_zb.megatron_core.checkpoints import as_replicas, sums_of
 from megatron_zb.megatron_core.data_iterators import Passing
 from megatron_zb.megatron_core.data_parallel import overlaps_grad_reduce
 from megatron_zb.megatron_core.model_ends import gradient_of
@@ -131,7 +131,8 @@ class CopiesPart(StepPart):
         Raises:
             UsageError: they differ.
         """
-        own = [(self._place(n), _fingerprint(chunk)) for n, chunk in enumerate(model)]
+        weights = [list(unwrap_model(chunk).parameters()) for chunk in model]
+        own = [(self._place(n), sums_of(of_chunk)) for n, of_chunk in enumerate(weights)]
         seen: dict[int, list[float]] = {}
         for place, sums in (it for of_rank in self._of_all(own) for it in of_rank):
             if seen.setdefault(place, sums) != sums:
@@ -200,14 +201,6 @@ def _add(chunk: Any, received: torch.Tensor) -> None:
     parts = received.split([it.numel() for it in gradients])
     for gradient, part in zip(gradients, parts, strict=True):
         gradient.add_(part.view_as(gradient))
-
-
-def _fingerprint(chunk: Any) -> list[float]:
-    weights = [it.detach().double() for it in unwrap_model(chunk).parameters()]
-    sums: list[float] = torch.stack(
-        [s for it in weights for s in (it.sum(), it.square().sum())]
-    ).tolist()
-    return sums
 
 
 # --- checkpoints

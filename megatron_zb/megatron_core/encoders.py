@@ -21,6 +21,10 @@ from megatron_zb.megatron_core.model_calls import ModelCall, calls_replaced
 from megatron_zb.runtime.observer import NOTHING
 
 
+_FIRST = "is_first_microbatch"
+"""Attribute of a layer that converts its weights in the first microbatch of a step."""
+
+
 class EncoderOfModel(NamedTuple):
     """The encoder of a kind of model.
 
@@ -51,6 +55,17 @@ class EncoderOfModel(NamedTuple):
             setattr(model, name, module)
         for name in self.settings:
             setattr(model, name, getattr(source, name))
+
+    def begin_step(self, model: Any) -> None:
+        """Let layers that keep their weights in another precision convert them anew.
+
+        Megatron's ``forward_step`` does so in the first forward of a chunk, and the encoder may
+        run before that.
+        """
+        for _, part in self.parts(model):
+            for module in part.modules():
+                if hasattr(module, _FIRST):
+                    setattr(module, _FIRST, True)
 
     def parameters(self, model: Any) -> list[torch.nn.Parameter]:
         """Return the weights of the encoder of a model."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.checkpoints import as_replicas
+from megatron_zb.megatron_core.checkpoints import as_replicas, sums_of
 from megatron_zb.megatron_core.data_iterators import TwiceRead
 from megatron_zb.megatron_core.data_parallel import overlaps_grad_reduce
 from megatron_zb.megatron_core.encoders import EncoderOfModel, converted, encoder_of
@@ -30,7 +30,7 @@ from megatron_zb.megatron_core.model_ends import gradient_of
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.stages import MegatronStage
-from megatron_zb.megatron_core.step import Step, StepPart
+from megatron_zb.megatron_core.step import Step, StepPart, device
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.schedules.features.second_model import SecondModelRules
 
@@ -58,6 +58,7 @@ class EncoderStage(MegatronStage):
         self._part, self._encoder = part, encoder
         self._iterator = len(step.model)  # behind those of the chunks
         self._output: torch.Tensor | None = None
+        self._is_first = True
         super().__init__(step, CHUNK, split)
 
     @property
@@ -75,6 +76,9 @@ class EncoderStage(MegatronStage):
         step = self._step
         self._choose_streams(self._rules.microbatch_of(microbatch))
         model, config = step.model[self.chunk], step.config
+        if self._is_first:
+            self._is_first = False
+            self._encoder.begin_step(inner_model(model))
         with (
             torch.autocast("cuda", dtype=config.autocast_dtype)
             if config.enable_autocast
@@ -143,6 +147,7 @@ class EncoderPart(StepPart):
         self._physical, self._splits = physical, splits
         self._readings = TwiceRead()
         self._encoder: EncoderOfModel | None = None
+        self._are_checked = False
         self.is_encoding = False
         """Whether the forward step runs for the encoder, which reads what a first stage reads."""
 
@@ -182,7 +187,9 @@ class EncoderPart(StepPart):
         source = dist.get_process_group_ranks(group)[self._home]
         for module in parts.values():
             for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.detach(), source, group=group)
+                there = tensor.detach().to(device())  # it may be moved there later
+                dist.broadcast(there, source, group=group)
+                tensor.detach().copy_(there)
         if parallel_state.get_pipeline_model_parallel_rank() != self._home:
             for weight in self._encoder.parameters(model):
                 setattr(weight, _NOT_IN_NORMS, True)
@@ -196,7 +203,8 @@ class EncoderPart(StepPart):
 
         Raises:
             UsageError: gradients are reduced before the copies are added up, the schedule has no
-                backward of an encoder that trains, or a CUDA graph captures the step.
+                backward of an encoder that trains, a CUDA graph captures the step, or the copies
+                have other weights.
         """
         name = step.program.schedule.name
         if any(map(overlaps_grad_reduce, step.model)):
@@ -216,7 +224,27 @@ class EncoderPart(StepPart):
                 f"{name}: a CUDA graph has no messages of an encoder on every rank, whose shapes "
                 "vary: leave the encoder in the first stage"
             )
+        if not self._are_checked:
+            self._are_checked = True
+            self._check_equal(step)
         self._readings.share(step, self._microbatches(step))
+
+    def _check_equal(self, step: Step) -> None:
+        """Compare the weights of the copies, which a program may have loaded into some alone.
+
+        Raises:
+            UsageError: they differ.
+        """
+        assert self._encoder is not None, "the model has been prepared"
+        own = sums_of(self._encoder.parameters(inner_model(step.model[CHUNK])))
+        sums = torch.tensor(own, dtype=torch.float64, device=device())
+        of_all = [torch.empty_like(sums) for _ in range(step.pg_collection.pp.size())]
+        dist.all_gather(of_all, sums, group=step.pg_collection.pp)
+        if any(not torch.equal(other, of_all[0]) for other in of_all):
+            raise UsageError(
+                f"{step.program.schedule.name}: the copies of the encoder begin with other weights "
+                "on some pipeline ranks: load the same ones into the encoder of each rank"
+            )
 
     def _microbatches(self, step: Step) -> list[int]:
         """Return the microbatches that the encoder of this rank runs, in their order."""

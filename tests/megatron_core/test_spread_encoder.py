@@ -26,6 +26,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from ranks import RankPools
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.encoders import ENCODERS
+from megatron_zb.megatron_core.model_calls import inner_model
 from megatron_zb.megatron_core.random_streams import global_parameters
 from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
 from megatron_zb.schedules.step_plan import Lengths
@@ -229,6 +231,20 @@ def test_checkpoints_have_the_same_names(ranks: RankPools, tmp_path: Path) -> No
         assert any("vision_model" in name for name in first)
 
 
+def pipeline_encoder(chunks: list[Any]) -> Any:
+    """The encoder of a rank."""
+    return inner_model(chunks[0]).vision_model
+
+
+def test_layers_that_keep_converted_weights_convert_them_in_each_step() -> None:
+    """As those of Transformer-Engine do in 8 bits."""
+    model, layer = torch.nn.Module(), torch.nn.Linear(1, 1)
+    model.vision_model = torch.nn.Sequential(layer)
+    vars(layer)["is_first_microbatch"] = False
+    ENCODERS["LLaVAModel"].begin_step(model)
+    assert vars(layer)["is_first_microbatch"] is True
+
+
 def said_of(case: GPTCase, change: str) -> str:
     """What is said of a step or a model that cannot have its encoder on every rank."""
     with (
@@ -240,6 +256,8 @@ def said_of(case: GPTCase, change: str) -> str:
         if change == "lengths":
             lengths = Lengths.of([*range(1, M + 1)])
             pipeline.planned.plan(lengths, keeps_order=True, forward_only=False)
+        if change == "weights" and torch.distributed.get_rank() == 1:
+            next(pipeline_encoder(chunks).parameters()).data += 1.0
         if change == "frozen":
             rules: Any = pipeline.schedule.rules
             frozen = replace(rules, second=replace(ON_EVERY_RANK, backward=0.0))
@@ -254,10 +272,11 @@ def said_of(case: GPTCase, change: str) -> str:
     [
         ("overlap", "v-half: overlap_grad_reduce reduces gradients before those of all copies"),
         ("lengths", "a step with an encoder is not planned for unequal microbatches: do not"),
+        ("weights", "v-half: the copies of the encoder begin with other weights on some pipeline"),
         ("frozen", "v-half: the encoder has weights that train, but the schedule has no backward"),
         ("text", "the encoder of a GPTModel cannot run on every rank, only that of LLaVAModel"),
     ],
-    ids=["overlap", "lengths", "frozen", "text"],
+    ids=["overlap", "lengths", "weights", "frozen", "text"],
 )
 def test_what_an_encoder_on_every_rank_cannot_have_is_refused(
     ranks: RankPools, change: str, said: str
