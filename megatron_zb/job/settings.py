@@ -230,7 +230,7 @@ class ScheduleSettings:
         type=parse_encoder,
         metavar="on|SHARE",
         help="run the vision encoder of the model on every rank, in the idle time between the "
-        "passes of the language model, and not on the first stage alone. Every rank has a copy of "
+        "passes of the language model, and not only on the first stage. Every rank has a copy of "
         "it and encodes every p-th microbatch of p ranks. SHARE: its forward takes this share of "
         "the forward of the language model, such as 0.2; on: counted from the sizes of images and "
         "layers. Losses are equal to the last bit in the first step, and later up to the order of "
