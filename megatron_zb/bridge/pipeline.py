@@ -39,6 +39,7 @@ from megatron_zb.megatron_core.model_ends import tie_embeddings, tied_weights
 from megatron_zb.megatron_core.placement import StageLayout
 from megatron_zb.megatron_core.planned_steps import LengthsOf, ReadAhead
 from megatron_zb.megatron_core.refusals import Asked
+from megatron_zb.megatron_core.teacher import Teacher
 from megatron_zb.megatron_lm import fingerprint
 from megatron_zb.megatron_lm.adapter_of_arguments import (
     DIVISION,
@@ -239,6 +240,17 @@ class Pipeline:
                 lengths; None to stop. Ranks whose iterator is None get them from the others.
         """
         self.adapter.part(ReadAhead).lengths_of = lengths_of
+
+    def teach_with(self, teacher: Teacher) -> Teacher:
+        """Run the forwards of a frozen model beside training; before the first step.
+
+        Returns:
+            The teacher, whose ``output`` the forward step of the last stage reads.
+
+        Raises:
+            UsageError: the settings have no share of a teacher.
+        """
+        return self.adapter.teach_with(teacher)
 
     def builder(self, build: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what builds one chunk, so that it is placed, checked and split.

@@ -6,6 +6,7 @@ Importing this file imports neither torch nor Megatron.
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -52,6 +53,8 @@ class Settings(ScheduleSettings):
         pipeline_host_limit: the most memory of the host for the activations of any rank, alike.
         pipeline_encoder: the forward of the model's encoder as a share of the language model's; it
             then runs on every rank, and not in the first stage alone.
+        teacher: the forward of a frozen model beside training, as a share of that of the trained
+            model. The model is given to ``teach_with`` once it is built.
         pipeline_random_streams: ``rank``, or ``layer`` with a ``seed``.
         seed: of the streams of the layers.
         pipeline_verify: compare the first step's gradients with those of an unsplit backward.
@@ -69,6 +72,7 @@ class Settings(ScheduleSettings):
     num_microbatches: int
     pipeline_random_streams: str | None = "rank"
     pipeline_timeout: float | None = 0.0
+    teacher: float | None = None
 
     def __post_init__(self) -> None:
         if (self.pipeline_schedule is None) is (self.pipeline_schedule_file is None):
@@ -80,6 +84,8 @@ class Settings(ScheduleSettings):
             catalog.family_of_one_copy(self.pipeline_schedule)
         if self.num_microbatches < 1:
             raise UsageError(f"num_microbatches is {self.num_microbatches}: it must be 1 or more")
+        if self.teacher is not None and not 0 < self.teacher < math.inf:
+            raise UsageError(f"teacher is {self.teacher}: give the share of a forward, such as 0.5")
         for each in fields(ScheduleSettings):
             if each.name in _ELSEWHERE and getattr(self, each.name) != each.default:
                 raise UsageError(f"{each.name} is a setting of command lines: leave it out")

@@ -20,7 +20,6 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.model_calls import ModelCall, calls_replaced
 from megatron_zb.runtime.observer import NOTHING
 
-
 _FIRST = "is_first_microbatch"
 """Attribute of a layer that converts its weights in the first microbatch of a step."""
 

@@ -39,6 +39,7 @@ from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.features.adapters import Adapters
+from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
 from megatron_zb.schedules.features.slices import KEPT
 from megatron_zb.schedules.layout import (
     Layers,
@@ -49,6 +50,7 @@ from megatron_zb.schedules.layout import (
     predicting_parts,
 )
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.step_plan import AttentionWork
 
 DIVISION = (
     "account_for_embedding_in_pipeline_split",
@@ -286,8 +288,24 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
         spread=args.tensor_model_parallel_size * args.context_parallel_size,
         hidden=getattr(args, "hidden_size", None),
         kept=_kept_by_slices(args),
-        second_model=second_model_of(args, derived, attention),
+        second_model=_second_model(args, derived, attention),
     )
+
+
+def _second_model(
+    args: argparse.Namespace, derived: argparse.Namespace, attention: AttentionWork
+) -> SecondModel | None:
+    """Return the model that is to run beside the trained one, if any.
+
+    Raises:
+        UsageError: there are two, or a size is missing.
+    """
+    share = getattr(args, "teacher", None)  # of a program: a command line has no such model
+    if share is None:
+        return second_model_of(args, derived, attention)
+    if args.pipeline_encoder is not None:
+        raise UsageError("pipeline_encoder and teacher are two second models: leave one out")
+    return SecondModel(SecondRole.TEACHER, forward=share)
 
 
 def _check_placements(sizes: JobSizes, placements: Collection[Placement]) -> None:

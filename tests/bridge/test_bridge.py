@@ -26,6 +26,7 @@ from megatron_zb.bridge.pipeline import IMPORTER_MODULE
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import forward_backward as runtime
 from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.teacher import Teacher
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.request import Limit
 
@@ -675,3 +676,58 @@ def test_no_vocabulary_is_sharded_beside_prediction_and_an_exchange_that_overlap
 def test_settings_are_made_without_torch() -> None:
     code = "from megatron_zb.bridge import Settings; import sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def taught(args: Any, share: float | None) -> tuple[list[float], list[tuple[int, ...]]]:
+    """Losses of a step, and the shapes of what a frozen model beside it has returned."""
+    import trainers
+    from megatron.core import parallel_state
+
+    settings = Settings(pipeline_schedule="v-half", num_microbatches=4, teacher=share)
+    plain, shapes = copy(args), list[tuple[int, ...]]()
+    with install(settings, args) as pipeline:
+        process = trainers.Actor(args, pipeline.builder)
+        if share is not None:
+            rank = parallel_state.get_pipeline_model_parallel_rank()
+            is_last = rank == args.pipeline_model_parallel_size - 1
+            chunk = trainers._build_chunk(plain, rank == 0, is_last).requires_grad_(False)
+
+            def run(iterator: Any, chunk: Any) -> torch.Tensor:
+                tokens = next(iterator)[:, :-1]
+                positions = torch.arange(tokens.size(1)).expand(len(tokens), -1)
+                output: torch.Tensor = chunk(tokens, positions, None)
+                shapes.append(tuple(output.shape))
+                return output
+
+            pipeline.teach_with(Teacher(chunk, run))
+        return process.train_one_step(0, 4), shapes
+
+
+@pytest.mark.long
+def test_a_reference_model_runs_beside_a_step(ranks: RankPools) -> None:
+    """Microbatches have other lengths, which only the sender of a message knows."""
+    import trainers
+
+    args = trainers.arguments(2)
+    alone = ranks(2).run(taught, args=args, share=None)
+    beside = ranks(2).run(taught, args=args, share=0.5)
+    assert [losses for losses, _ in beside] == [losses for losses, _ in alone]
+    for _, shapes in beside:
+        assert len(shapes) == 4
+        assert len(set(shapes)) > 1
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, float("inf")])
+def test_a_teacher_without_a_share_is_refused(share: float) -> None:
+    with pytest.raises(UsageError, match=r"teacher is .*: give the share of a forward"):
+        Settings(pipeline_schedule="v-half", num_microbatches=4, teacher=share)
+
+
+def test_two_second_models_are_refused() -> None:
+    import trainers
+
+    settings = Settings(
+        pipeline_schedule="v-half", num_microbatches=4, teacher=0.5, pipeline_encoder=0.2
+    )
+    with pytest.raises(UsageError, match="pipeline_encoder and teacher are two second models"):
+        install(settings, trainers.arguments(2))
