@@ -141,7 +141,7 @@ class _Training:
 
     def __init__(self, args: argparse.Namespace, name: str, share: float | None) -> None:
         from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter, ScheduleSettings
-        from megatron_zb.megatron_core.teacher import Teacher
+        from megatron_zb.megatron_core.frozen_model import FrozenModel
         from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
         from megatron_zb.schedules.layout import Layers
 
@@ -160,7 +160,7 @@ class _Training:
         self._teacher = self._teacher_chunk()
         self._of_step: Callable[[], torch.Tensor | None]
         if second is not None:
-            teacher = self.adapter.teach_with(Teacher(self._teacher, self._hidden_or_logits))
+            teacher = self.adapter.teach_with(FrozenModel(self._teacher, self._hidden_or_logits))
             self._of_step = lambda: teacher.output
         self._beside = second is not None
         self._tokens = torch.randint(

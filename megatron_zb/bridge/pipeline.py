@@ -35,11 +35,11 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job.agreement import Rendezvous
 from megatron_zb.megatron_core import checkpoints, refusals, versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.frozen_model import FrozenModel
 from megatron_zb.megatron_core.model_ends import tie_embeddings, tied_weights
 from megatron_zb.megatron_core.placement import StageLayout
 from megatron_zb.megatron_core.planned_steps import LengthsOf, ReadAhead
 from megatron_zb.megatron_core.refusals import Asked
-from megatron_zb.megatron_core.teacher import Teacher
 from megatron_zb.megatron_lm import fingerprint
 from megatron_zb.megatron_lm.adapter_of_arguments import (
     DIVISION,
@@ -241,7 +241,7 @@ class Pipeline:
         """
         self.adapter.part(ReadAhead).lengths_of = lengths_of
 
-    def teach_with(self, teacher: Teacher) -> Teacher:
+    def teach_with(self, teacher: FrozenModel) -> FrozenModel:
         """Run the forwards of a frozen model beside training; before the first step.
 
         Returns:

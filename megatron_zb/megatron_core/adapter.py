@@ -25,6 +25,7 @@ from megatron_zb.megatron_core import graphs, model_ends, refusals, versions
 from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule, JobSizes
 from megatron_zb.megatron_core.forward_backward import ForwardBackward
+from megatron_zb.megatron_core.frozen_model import FrozenModel, FrozenModelPart
 from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.parts import PartList
 from megatron_zb.megatron_core.placement import (
@@ -43,7 +44,6 @@ from megatron_zb.megatron_core.spread_encoder import CHUNK as CHUNK_OF_ENCODER
 from megatron_zb.megatron_core.spread_encoder import EncoderPart
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart, device
-from megatron_zb.megatron_core.teacher import Teacher, TeacherPart
 from megatron_zb.megatron_core.transformer_engine import (
     split_transformer_engine,
 )
@@ -363,7 +363,7 @@ class PipelineAdapter:
         self._add(part)
         return part
 
-    def teach_with(self, teacher: Teacher) -> Teacher:
+    def teach_with(self, teacher: FrozenModel) -> FrozenModel:
         """Run the forwards of a frozen model beside training; before the first step.
 
         Returns:
@@ -372,12 +372,12 @@ class PipelineAdapter:
         Raises:
             UsageError: the schedule was built without a teacher.
         """
-        if TeacherPart not in self._parts:
+        if FrozenModelPart not in self._parts:
             raise UsageError(
                 f"{self.schedule.name}: the schedule has no passes of a teacher: give JobSizes a "
                 "second_model with the role TEACHER"
             )
-        self.part(TeacherPart).teacher = teacher
+        self.part(FrozenModelPart).teacher = teacher
         return teacher
 
     def connect_with(self, options: GroupOptions) -> None:

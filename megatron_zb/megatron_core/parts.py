@@ -13,6 +13,7 @@ from megatron_zb.megatron_core.data_iterators import ReadingsPart
 from megatron_zb.megatron_core.data_parallel import DataParallelPart
 from megatron_zb.megatron_core.experts import ExpertMetricsPart, OverlapPart, PagedStashPart
 from megatron_zb.megatron_core.forward_state import StatePart
+from megatron_zb.megatron_core.frozen_model import FrozenModelPart
 from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.planned_steps import PlannedLengths, ReadAhead
@@ -23,7 +24,6 @@ from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.spread_encoder import EncoderPart
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart
-from megatron_zb.megatron_core.teacher import TeacherPart
 from megatron_zb.megatron_core.telemetry import SpansPart
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
 from megatron_zb.megatron_core.vocabulary import VocabularyPart
@@ -48,7 +48,7 @@ _ORDER: tuple[type[StepPart], ...] = (
     ReadingsPart,
     CopiesPart,  # chooses of what the readings give; adds up what the parts below have summed
     EncoderPart,  # as the part above
-    TeacherPart,
+    FrozenModelPart,
     VocabularyPart,  # its stages run the forwards of the stages of the parts below
     SlicesPart,  # cuts what the readings give
     SharedPipelinePart,
@@ -73,7 +73,7 @@ def _part_of_second(
     if second.role is SecondRole.ENCODER and second.copies:
         return EncoderPart(physical, splits)
     if second.role is SecondRole.TEACHER and not second.copies and second.pieces == 1:
-        return TeacherPart(physical)
+        return FrozenModelPart(physical)
     raise UsageError(
         f"training runs no {second.role.value} as {second.layout_in_words}: give an encoder of "
         "this step with a copy on each rank, or a teacher whose layers are cut over the ranks in "

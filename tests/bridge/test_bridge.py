@@ -26,7 +26,7 @@ from megatron_zb.bridge.pipeline import IMPORTER_MODULE
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import forward_backward as runtime
 from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.teacher import Teacher
+from megatron_zb.megatron_core.frozen_model import FrozenModel
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.request import Limit
 
@@ -699,7 +699,7 @@ def taught(args: Any, share: float | None) -> tuple[list[float], list[tuple[int,
                 shapes.append(tuple(output.shape))
                 return output
 
-            pipeline.teach_with(Teacher(chunk, run))
+            pipeline.teach_with(FrozenModel(chunk, run))
         return process.train_one_step(0, 4), shapes
 
 

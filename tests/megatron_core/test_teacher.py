@@ -29,8 +29,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import RankPools
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.frozen_model import FrozenModel
 from megatron_zb.megatron_core.random_streams import initialise_by_global_name
-from megatron_zb.megatron_core.teacher import Teacher
 from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
 
 M = 5
@@ -135,8 +135,9 @@ def outcomes(
     second = TEACHER if beside else None
     with briefly(), built(replace(case, second_model=second), name, M) as (adapter, chunks):
         assert adapter is not None
-        teacher = adapter.teach_with(Teacher(teacher_chunk(), hidden_or_logits)) if beside else None
+        teacher = None
         if beside:
+            teacher = adapter.teach_with(FrozenModel(teacher_chunk(), hidden_or_logits))
             adapter.warm_up(always=True)
         data = [microbatches(case, 2 * M) for _ in chunks]
         for m, first in ((M, 0), (M - 1, M)):
@@ -207,7 +208,7 @@ def said_of(case: GPTCase, change: str) -> str:
     ):
         assert adapter is not None
         if change != "none":
-            teacher = adapter.teach_with(Teacher(teacher_chunk(), hidden_or_logits))
+            teacher = adapter.teach_with(FrozenModel(teacher_chunk(), hidden_or_logits))
             teacher.chunk.requires_grad_(change == "trains")
         data = [microbatches(case, M) for _ in chunks]
         forward_backward(adapter.forward_backward_func, chunks, data, M)

@@ -8,7 +8,7 @@ Example::
 
     sizes = JobSizes(..., second_model=SecondModel(SecondRole.TEACHER, forward=0.5))
     adapter = PipelineAdapter.create(settings, sizes)
-    teacher = adapter.teach_with(Teacher(chunk, forward_step=hidden_or_logits))
+    teacher = adapter.teach_with(FrozenModel(chunk, forward_step=hidden_or_logits))
 
     def forward_step(data_iterator, model):
         output = model(...)
@@ -39,7 +39,7 @@ from megatron_zb.schedules.passes import Message, PassKind
 
 
 @dataclass
-class Teacher:
+class FrozenModel:
     """A frozen model beside the trained one.
 
     Args:
@@ -62,7 +62,7 @@ class TeacherStage:
     split = None
     """It has no weight gradients."""
 
-    def __init__(self, step: Step, teacher: Teacher, iterator: int) -> None:
+    def __init__(self, step: Step, teacher: FrozenModel, iterator: int) -> None:
         self._step, self._teacher, self._iterator = step, teacher, iterator
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
@@ -77,7 +77,7 @@ class TeacherStage:
 class TaughtStage(MegatronStage):
     """The last stage of a model whose loss needs the output of a teacher."""
 
-    def __init__(self, *arguments: Any, teacher: Teacher) -> None:
+    def __init__(self, *arguments: Any, teacher: FrozenModel) -> None:
         self._teacher = teacher
         super().__init__(*arguments)
 
@@ -94,7 +94,7 @@ class TaughtStage(MegatronStage):
             self._teacher.output = None
 
 
-class TeacherPart(StepPart):
+class FrozenModelPart(StepPart):
     """Runs the forwards of a teacher, and hands its outputs to the loss.
 
     Args:
@@ -112,7 +112,7 @@ class TeacherPart(StepPart):
     def __init__(self, physical: PhysicalPlacement) -> None:
         self._physical = physical
         self._readings = TwiceRead()
-        self.teacher: Teacher | None = None
+        self.teacher: FrozenModel | None = None
 
     def before_step(self, step: Step) -> None:
         """Let the teacher read the microbatches beside the first chunk.
@@ -142,7 +142,7 @@ class TeacherPart(StepPart):
         return partial(TaughtStage, teacher=self._known) if is_last else None
 
     @property
-    def _known(self) -> Teacher:
+    def _known(self) -> FrozenModel:
         assert self.teacher is not None, "before_step has looked"
         return self.teacher
 
