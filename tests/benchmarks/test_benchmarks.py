@@ -329,3 +329,19 @@ def test_a_table_has_what_is_known_of_each_row(capsys: pytest.CaptureFixture[str
     assert feature_gains.printed(iter(rows), columns) == rows
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines == [["limit", "loss"], ["0.5", "-"], ["1", "25%"]]
+
+
+@pytest.mark.slow
+def test_a_teacher_is_timed_beside_the_step_and_before_it() -> None:
+    """It ends with an error where losses differ."""
+    sizes = "--hidden 32 --sequence 16 --vocabulary 32 --layers 4 --teacher-layers 2".split()
+    done = benchmark(
+        "teacher_beside.py", *sizes, "--microbatches", "3", "--turns", "1", "--steps", "2"
+    )
+    assert done.code == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert rows.keys() == {"1f1b", "v-half"}
+    for row in rows.values():
+        assert len(row["before"]) == len(row["beside"]) == 2
+        assert row["ratio"] > 0
+        assert row["gap"] >= 0

@@ -643,6 +643,15 @@ def test_the_table_of_patches_is_what_its_script_prints() -> None:
     assert make.replaced(PAGE, "patches", make.patches_table()) == PAGE
 
 
+def test_the_gain_of_a_teacher_beside_is_that_of_the_results() -> None:
+    rows = results("teacher_beside.cpu.json")["rows"]
+    page = " ".join(PAGE.split())
+    ratios = {name: f"{row['ratio']:.2f}" for name, row in rows.items()}
+    assert f"took {ratios['1f1b']} of the time of the teacher's forward" in page
+    assert f"with `1f1b`, {ratios['v-zb']} with `v-zb` and {ratios['v-half']} with `v-half`" in page
+    assert {len(row["beside"]) for row in rows.values()} == {12}
+
+
 def test_the_gain_of_adapters_together_is_that_of_the_results() -> None:
     page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
     filled, result = results("adapters_filled.cpu.json"), results("adapters_together.cpu.json")
