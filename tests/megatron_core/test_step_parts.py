@@ -74,7 +74,7 @@ def test_a_part_takes_the_place_of_one_of_its_type(vocabulary_parallel: bool) ->
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
     if vocabulary_parallel:
         costs = costs.having(Vocabulary(output=1.0, weight=1.0))
-    current: Any = SimpleNamespace(costs=costs, slicing=None)
+    current: Any = SimpleNamespace(costs=costs, slicing=None, second_model=None)
     found = parts.PartList(PHYSICAL, current)
     before = [type(part) for part in found.in_order()]
     assert found[WatchPart].timeout is None
@@ -92,7 +92,7 @@ def test_every_part_has_a_place_in_the_order() -> None:
     assert known - {PostValidationPart} == set(parts._ORDER)
     assert len(parts._ORDER) == len(set(parts._ORDER))
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
-    current: Any = SimpleNamespace(costs=costs, slicing=None)
+    current: Any = SimpleNamespace(costs=costs, slicing=None, second_model=None)
     found = parts.PartList(PHYSICAL, current)
     found.add(StepPart())
     with pytest.raises(AssertionError, match=r"'StepPart'.: give each a place in _ORDER"):
