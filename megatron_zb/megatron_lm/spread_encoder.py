@@ -20,7 +20,10 @@ from megatron_zb.schedules.step_plan import AttentionWork
 FLAG = "--pipeline-encoder"
 
 _PROJECTION = 0.05
-"""Backward of what stays trained of a frozen encoder, as a share of its forward: its projection."""
+"""Backward of what stays trained of a frozen encoder, as a share of its forward: its projection.
+
+Frozen projections count as well, since models of Megatron-Bridge have further layers that train.
+"""
 
 
 def second_model_of(
@@ -41,8 +44,6 @@ def second_model_of(
     share = asked if isinstance(asked, float) else _counted(args, sizes, attention)
     is_frozen = any(getattr(args, name, False) for name in ("freeze_ViT", "freeze_vision_model"))
     backward = share * (_PROJECTION if is_frozen else 2.0)
-    if is_frozen and getattr(args, "freeze_vision_projection", False):
-        backward = 0.0
     return SecondModel(SecondRole.ENCODER, forward=share, backward=backward, copies=True)
 
 
