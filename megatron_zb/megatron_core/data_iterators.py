@@ -70,19 +70,19 @@ class SharedReading:
 
 
 class _View:
-    """One end's view of a shared reading; all else is asked of the end's own iterator."""
+    """One reader's view of a reading of several; all else is asked of the reader's iterator."""
 
-    def __init__(self, reading: SharedReading, end: int) -> None:
-        self._reading, self._end = reading, end
+    def __init__(self, reading: SharedReading | ReadTwice, reader: int) -> None:
+        self._reading, self._reader = reading, reader
 
     def __iter__(self) -> _View:
         return self
 
     def __next__(self) -> Any:
-        return self._reading.next(self._end)
+        return self._reading.next(self._reader)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._reading.iterators[self._end], name)
+        return getattr(self.__dict__["_reading"].iterators[self._reader], name)
 
 
 class SharedReadings:
@@ -102,13 +102,13 @@ class SharedReadings:
         reading = next((it for it in self._found if it.iterators == ends), None)
         if reading is None:
             reading = SharedReading(*ends)
-            self._found = [*self._found[-_MOST_PAIRS + 1 :], reading]
+            self._found = [*self._found[-_MOST_READINGS + 1 :], reading]
         result = list(iterators)
         result[first], result[last] = reading.views()
         return result
 
 
-_MOST_PAIRS = 4
+_MOST_READINGS = 4
 """Of iterators that are remembered: training, validation, test, and one to spare."""
 
 
@@ -170,13 +170,13 @@ class ReadTwice:
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
-        self.iterator = iterator
+        self.iterators = (iterator, iterator)
         self._ahead: tuple[deque[Any], deque[Any]] = (deque(), deque())
         self._taken = [0, 0]
 
     def views(self) -> tuple[Iterator[Any], Iterator[Any]]:
         """Return what each reader is to read; all else is asked of the iterator."""
-        return _ReaderView(self, 0), _ReaderView(self, 1)
+        return _View(self, 0), _View(self, 1)
 
     def next(self, reader: int) -> Any:
         """Return the next microbatch of a reader.
@@ -185,7 +185,7 @@ class ReadTwice:
             StopIteration: there is none.
         """
         if not self._ahead[reader]:
-            found = next(self.iterator)
+            found = next(self.iterators[reader])
             self._ahead[reader].append(found)
             self._ahead[1 - reader].append(_copied(found))
         self._taken[reader] += 1
@@ -199,22 +199,6 @@ class ReadTwice:
             for _ in range(num_microbatches - taken):
                 self.next(reader)
         self._taken = [0, 0]
-
-
-class _ReaderView:
-    """One reader's view of an iterator."""
-
-    def __init__(self, reading: ReadTwice, reader: int) -> None:
-        self._reading, self._reader = reading, reader
-
-    def __iter__(self) -> _ReaderView:
-        return self
-
-    def __next__(self) -> Any:
-        return self._reading.next(self._reader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_reading"].iterator, name)
 
 
 class TwiceRead:
@@ -234,10 +218,10 @@ class TwiceRead:
         if iterator is None:  # as on tensor-parallel ranks that are sent what another one reads
             step.data_iterators = [*step.data_iterators, None]
             return
-        reading = next((it for it in self._found if it.iterator is iterator), None)
+        reading = next((it for it in self._found if it.iterators[0] is iterator), None)
         if reading is None:
             reading = ReadTwice(iterator)
-            self._found = [*self._found[-_MOST_PAIRS + 1 :], reading]
+            self._found = [*self._found[-_MOST_READINGS + 1 :], reading]
         first, second = reading.views()
         own = second if units is None else Passing(second, units)
         step.data_iterators = [first, *step.data_iterators[1:], own]

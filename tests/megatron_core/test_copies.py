@@ -24,6 +24,7 @@ from gpt_cases import (
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from model_options import LAYERS_OF_EXPERTS, WHOLE_LAYERS
 from ranks import RankPools
 
 from megatron_zb import schedules
@@ -54,22 +55,10 @@ def gradients_of(
         return [float(it["lm loss"]) for it in records], found
 
 
-EXPERTS = (
-    ("num_moe_experts", 4),
-    ("moe_router_topk", 2),
-    ("moe_ffn_hidden_size", 32),
-    ("moe_aux_loss_coeff", 0.5),
-    ("add_bias_linear", False),
-)
-WHOLE_LAYERS = (
-    ("recompute_granularity", "full"),
-    ("recompute_method", "uniform"),
-    ("recompute_num_layers", 1),
-)
 CASES = {
     "chimera": ("chimera", 4, BASE),
     "bitpipe": ("bitpipe", 4, BASE),
-    "experts": ("bitpipe", 2, replace(BASE, options=EXPERTS)),
+    "experts": ("bitpipe", 2, replace(BASE, options=LAYERS_OF_EXPERTS)),
     "replicas": ("chimera", 2, replace(BASE, data_parallel=2)),
     "unwrapped": ("bitpipe", 2, replace(BASE, wrapped=False)),
     "bf16": ("chimera", 2, replace(BASE, dtype="bfloat16")),
@@ -138,13 +127,7 @@ def losses_after_checkpoints(
     found = []
     for number, schedule in enumerate([schedules[0], *schedules]):
         with briefly(), built(case, schedule, 4) as (adapter, chunks):
-            job = Job(case, adapter, chunks)
-            if number:
-                job.load(folder)
-            else:
-                job.train(2)
-                job.save(folder)
-            found.append(job.train(1) + job.train(1))
+            found.append(Job(case, adapter, chunks).losses(folder, begins=not number))
     return found
 
 

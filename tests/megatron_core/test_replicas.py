@@ -79,13 +79,7 @@ def losses(case: GPTCase, schedules: list[str | None], folder: Path) -> list[lis
             stack.enter_context(shared_out())
             if schedule is not None:
                 stack.enter_context(hooked())
-            job = Job(one, adapter, chunks)
-            if number:
-                job.load(folder)
-            else:
-                job.train(2)
-                job.save(folder)
-            found.append(job.train(1) + job.train(1))
+            found.append(Job(one, adapter, chunks).losses(folder, begins=not number))
     return found
 
 

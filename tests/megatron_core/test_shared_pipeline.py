@@ -15,6 +15,7 @@ from brief_searches import briefly
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from lora_layers import LoRALayers
 from megatron import core
+from model_options import WHOLE_LAYERS
 from ranks import RankPools
 
 from megatron_zb import schedules
@@ -166,11 +167,6 @@ EXPERTS = (
     ("moe_router_topk", 2),
     ("moe_ffn_hidden_size", 32),
     ("moe_aux_loss_coeff", 0.5),
-)
-WHOLE_LAYERS = (
-    ("recompute_granularity", "full"),
-    ("recompute_method", "uniform"),
-    ("recompute_num_layers", 1),
 )
 
 

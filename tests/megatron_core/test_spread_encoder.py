@@ -23,6 +23,7 @@ from gpt_cases import (
 )
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from model_options import LAYERS_OF_EXPERTS, WHOLE_LAYERS
 from ranks import RankPools
 
 from megatron_zb.errors import UsageError
@@ -86,6 +87,10 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "unwrapped": ({"wrapped": False}, 1e-6),
     "tokens": ({"per_token_loss": True}, 1e-6),
     "no images": ({"images": (0,)}, 0.0),
+    "experts": ({"options": LAYERS_OF_EXPERTS}, 1e-6),
+    "recomputed layers": ({"options": WHOLE_LAYERS}, 1e-6),
+    "untied": ({"tied": False}, 1e-6),
+    "rotary": ({"rotary": True}, 1e-6),
     "loss scale": ({"dtype": "float16", "grad_scale": 1024.0}, 1e-3),
 }
 
@@ -185,13 +190,7 @@ def losses_after_checkpoints(cases: list[GPTCase], folder: Path) -> list[list[fl
     found = []
     for number, case in enumerate([cases[0], *cases]):
         with briefly(), built(case, "v-half", 4) as (adapter, chunks):
-            job = Job(case, adapter, chunks)
-            if number:
-                job.load(folder)
-            else:
-                job.train(2)
-                job.save(folder)
-            found.append(job.train(1) + job.train(1))
+            found.append(Job(case, adapter, chunks).losses(folder, begins=not number))
     return found
 
 

@@ -26,6 +26,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
+from model_options import LAYERS_OF_EXPERTS, WHOLE_LAYERS
 from ranks import RankPools
 
 from megatron_zb.errors import UsageError
@@ -184,8 +185,28 @@ def test_a_teacher_beside_training_gives_what_it_gives_before_the_step(
 @pytest.mark.long
 @pytest.mark.parametrize(
     "more",
-    [{"data_parallel": 2}, {"tensor_parallel": 2}, {"per_token_loss": True}, {"wrapped": False}],
-    ids=["replicas", "tensors", "tokens", "unwrapped"],
+    [
+        {"data_parallel": 2},
+        {"tensor_parallel": 2},
+        {"per_token_loss": True},
+        {"wrapped": False},
+        {"overlap_grad_reduce": True},
+        {"dtype": "bfloat16"},
+        {"tied": False},
+        {"options": LAYERS_OF_EXPERTS},
+        {"options": WHOLE_LAYERS},
+    ],
+    ids=[
+        "replicas",
+        "tensors",
+        "tokens",
+        "unwrapped",
+        "overlap",
+        "bf16",
+        "untied",
+        "experts",
+        "recomputed layers",
+    ],
 )
 def test_features_run_beside_a_teacher(ranks: RankPools, more: dict[str, Any]) -> None:
     case = replace(CASE, **more)

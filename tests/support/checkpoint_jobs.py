@@ -92,6 +92,15 @@ class Job:
         if self._distributed:
             _separate_steps(self.optimizer)
 
+    def losses(self, folder: Path, *, begins: bool) -> list[float]:
+        """Return the losses of two steps after a checkpoint, which the job writes if it begins."""
+        if begins:
+            self.train(2)
+            self.save(folder)
+        else:
+            self.load(folder)
+        return self.train(1) + self.train(1)
+
     def weights(self) -> dict[str, torch.Tensor]:
         return {
             name: parameter.detach().clone()

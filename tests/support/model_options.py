@@ -47,3 +47,20 @@ SELECTIVE = options(recompute_granularity="selective", recompute_modules=("core_
 RECOMPUTED = options(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
 )
+
+
+# --- options of a GPTCase
+
+LAYERS_OF_EXPERTS = (
+    ("num_moe_experts", 4),
+    ("moe_router_topk", 2),
+    ("moe_ffn_hidden_size", 32),
+    ("moe_aux_loss_coeff", 0.5),
+    ("add_bias_linear", False),
+)
+WHOLE_LAYERS = (
+    ("recompute_granularity", "full"),
+    ("recompute_method", "uniform"),
+    ("recompute_num_layers", 1),
+)
+"""Recomputation by Megatron, of every layer."""
