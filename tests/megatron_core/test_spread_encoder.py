@@ -30,6 +30,8 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.encoders import ENCODERS
 from megatron_zb.megatron_core.model_calls import inner_model
 from megatron_zb.megatron_core.random_streams import global_parameters
+from megatron_zb.megatron_core.spread_encoder import EncodedStage
+from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
 from megatron_zb.schedules.step_plan import Lengths
 
@@ -285,3 +287,16 @@ def test_what_an_encoder_on_every_rank_cannot_have_is_refused(
         case = replace(case, images=())
     for found in ranks(2).run(said_of, case=case, change=change):
         assert found.startswith(said)
+
+
+def test_an_output_that_the_model_has_not_used_has_a_gradient_of_zeros(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Models of Megatron-Bridge do not call their encoder for a microbatch without images."""
+    output = torch.ones(0, 4)
+    stage: Any = object.__new__(EncodedStage)
+    stage._live = {3: (output, None)}
+    monkeypatch.setattr(MegatronStage, "backward", lambda stage, microbatch, gradient: None)
+    found = stage.backward(3, None)
+    assert found is not output
+    assert found.shape == output.shape
