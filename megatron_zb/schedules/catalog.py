@@ -22,6 +22,12 @@ from megatron_zb.schedules.features.recompute_or_offload import in_its_order
 from megatron_zb.schedules.features.second_model import SecondModel, beside_second_model
 from megatron_zb.schedules.features.second_model_orders import Base, with_second_model
 from megatron_zb.schedules.features.slices import Slicing, of_table, sliced_requests
+from megatron_zb.schedules.features.update_delay import (
+    BUILT,
+    check_delay,
+    in_groups,
+    with_delay,
+)
 from megatron_zb.schedules.features.vocabulary import Vocabulary, fastest_with_vocabulary
 from megatron_zb.schedules.placement import Placement, looped
 from megatron_zb.schedules.request import (
@@ -33,6 +39,7 @@ from megatron_zb.schedules.request import (
 )
 from megatron_zb.schedules.schedule import Report, Schedule
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.units import Updates
 
 _ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
 _CONTROLLABLE = "Pipeline Parallelism with Controllable Memory, arXiv 2405.15362"
@@ -401,6 +408,8 @@ def build(
     slices: int | Slicing = 1,
     adapters: Adapters | None = None,
     second_model: SecondModel | None = None,
+    update_delay: int = 0,
+    update_seconds: float = 0.0,
 ) -> Schedule:
     """Build a named schedule for the given costs.
 
@@ -427,6 +436,10 @@ def build(
             steps (:mod:`adapters`).
         second_model: an encoder or a teacher that runs beside the trained model; its microbatches
             are further units (:mod:`second_model`).
+        update_delay: steps by which the update of a step comes late, 0 or 1; with 1 the schedule
+            has several steps in a row with no flush between them, and its report the ``period`` of
+            one (:mod:`update_delay`).
+        update_seconds: seconds of an update on a rank, with ``update_delay``.
 
     Returns:
         The schedule, validated, with its :class:`Report`.
@@ -436,18 +449,9 @@ def build(
             (:mod:`conflicts`), or a limit below what the schedule needs.
     """
     chosen = family(name)
-    if pipeline_size < 2:
-        raise UsageError(
-            f"pipeline size {pipeline_size} has nothing to schedule: "
-            "pipeline schedules need at least 2 pipeline ranks"
-        )
-    if adapters is not None:
-        num_microbatches = _units_of(adapters, num_microbatches)
-    if num_microbatches is None:
-        raise UsageError(f"{chosen.name}: give the number of microbatches, or adapters")
-    if num_microbatches < 1:
-        raise UsageError(f"{num_microbatches} microbatches were asked for: give 1 or more")
+    num_microbatches = _checked_number(chosen, pipeline_size, num_microbatches, adapters)
     check_size(chosen.name, pipeline_size * max(chunks or 1, 1), num_microbatches)
+    check_delay(update_delay, update_seconds)
     _check_choice(chosen, "chunks", chunks, chosen.takes_chunks)
     _check_choice(chosen, "group_size", group_size, chosen.takes_group_size)
     if costs is None:
@@ -472,9 +476,13 @@ def build(
         conflicts.ADAPTERS: adapters,
         conflicts.SECOND_MODEL: second_model,
         conflicts.BACK_TO_BACK: back_to_back or None,
+        conflicts.UPDATE_DELAY: update_delay or None,
     }
     _check_combined(chosen, request, slicing, further)
     _check_placement(chosen, placement, pipeline_size, chunks)
+    if update_delay:
+        updated = replace(request, costs=costs.having(Updates(update_seconds)))
+        return _with_delay(chosen, updated)
     if second_model is not None:
         return with_second_model(request, second_model, partial(_base, chosen))
     requests = [request]
@@ -483,6 +491,28 @@ def build(
     if adapters is not None:
         requests = [adapter_request(request, adapters)]
     return _fastest(chosen, requests)
+
+
+def _checked_number(
+    chosen: Family, pipeline_size: int, num_microbatches: int | None, adapters: Adapters | None
+) -> int:
+    """Return the number of microbatches.
+
+    Raises:
+        UsageError: it is missing or out of range, or so is the pipeline size.
+    """
+    if pipeline_size < 2:
+        raise UsageError(
+            f"pipeline size {pipeline_size} has nothing to schedule: "
+            "pipeline schedules need at least 2 pipeline ranks"
+        )
+    if adapters is not None:
+        num_microbatches = _units_of(adapters, num_microbatches)
+    if num_microbatches is None:
+        raise UsageError(f"{chosen.name}: give the number of microbatches, or adapters")
+    if num_microbatches < 1:
+        raise UsageError(f"{num_microbatches} microbatches were asked for: give 1 or more")
+    return num_microbatches
 
 
 def _check_combined(
@@ -568,6 +598,8 @@ def from_table(name: str, table: str, request: Mapping[str, Any]) -> Schedule:
     if second := request.get("second_model"):
         m = request["num_microbatches"]
         change = partial(beside_second_model, second=second, num_microbatches=m)
+    if request.get("update_delay"):
+        change = partial(in_groups, group=request["num_microbatches"])
     costs = request.get("costs")
     parts = [it for it in costs.features if isinstance(it, Part)] if costs is not None else []
     return interchange.from_csv(table, name=family(name).name, change=change, parts=parts)
@@ -589,6 +621,33 @@ def _check_placement(
             f"{chosen.name} has its own placement ({own.name} with {own.chunks} chunks), not "
             f"{placement.name} with {placement.chunks}: leave the placement out, or give auto"
         )
+
+
+def _with_delay(chosen: Family, request: Request) -> Schedule:
+    """Build a schedule of steps in a row whose updates come one step late.
+
+    Raises:
+        UsageError: no order of it repeats, a step has too few microbatches, or the limit is too
+            small.
+    """
+    m, costs = request.num_microbatches, request.costs
+    long = replace(
+        request, num_microbatches=BUILT * m, costs=costs.without(lambda it: isinstance(it, Updates))
+    )
+
+    def most(placement: Placement) -> Sequence[float]:
+        return request.limits(placement, chosen.peak_microbatches(request.pipeline_size, BUILT * m))
+
+    orders = families.repeating_orders(chosen.name, long)
+    if chosen.chooses_placement:
+        allowed = {it.rank_of for it in candidates(long)}
+        orders = [order for order in orders if order.placement.rank_of in allowed]
+    if not orders:
+        raise UsageError(
+            f"{chosen.name}: its order does not repeat from step to step, which an update delay "
+            "needs: give 1f1b, interleaved, auto, or a schedule whose name begins with v- or zb-"
+        )
+    return with_delay(chosen.name, request, orders, most)
 
 
 def _base(chosen: Family, request: Request) -> Base:

@@ -21,6 +21,8 @@ ADAPTERS = "adapters"
 DIRECTIONS = "two directions"
 SECOND_MODEL = "second model"
 BACK_TO_BACK = "back to back"
+UPDATE_DELAY = "update delay"
+UNEQUAL = "unequal microbatches"
 FIXED_ORDER, FIXED_WHOLE = "fixed order", "fixed order of whole microbatches"
 
 
@@ -58,6 +60,7 @@ _HELD = (
 
 _BESIDE = "its passes run beside F, B and W of whole microbatches alone; leave one out"
 _OF_ONE = "its order is that of one training; leave one out"
+_IN_PERIODS = "its steps repeat one order of F, B and W that keeps every activation; leave one out"
 _BOTH_WAYS = "its passes are those of whole microbatches that keep every activation; leave one out"
 
 _FEATURES = (RECOMPUTATION, OFFLOAD, VOCABULARY, COMMUNICATION, PARTS, SLICES)
@@ -83,6 +86,11 @@ CONFLICTS = (
     *_with_each(SECOND_MODEL, (*_FEATURES, ADAPTERS, BACK_TO_BACK), _BESIDE),
     Conflict(GROUPS, VOCABULARY, "its order is searched for, and has no groups; leave one out"),
     *_with_each(DIRECTIONS, (*_FEATURES, ADAPTERS, SECOND_MODEL), _BOTH_WAYS),
+    *_with_each(
+        UPDATE_DELAY,
+        (*_FEATURES, ADAPTERS, SECOND_MODEL, BACK_TO_BACK, DIRECTIONS, UNEQUAL),
+        _IN_PERIODS,
+    ),
 )
 
 
@@ -114,6 +122,8 @@ def requested(
         ADAPTERS: (ADAPTERS in also, "adapters"),
         SECOND_MODEL: (SECOND_MODEL in also, "a second model"),
         BACK_TO_BACK: (BACK_TO_BACK in also, "back_to_back"),
+        UPDATE_DELAY: (UPDATE_DELAY in also, "an update delay"),
+        UNEQUAL: (bool(costs.microbatches), "costs of unequal microbatches"),
         GROUPS: (group_size is not None, f"group_size {group_size}"),
         FIXED_ORDER: (has_fixed_order, name),
         FIXED_WHOLE: (has_fixed_order and not is_sliced, name),  # slices are recomputed in any

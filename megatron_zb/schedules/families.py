@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -23,6 +23,7 @@ from megatron_zb.schedules.search.place_w import (
     fuse_all,
     least_memory,
     place_weight_gradients,
+    split_all,
     squeezed_if_it_fits,
 )
 from megatron_zb.schedules.search.placement_search import PlacementSearch
@@ -55,6 +56,37 @@ class BuildingBlock:
                 b = Pass(PassKind.B, stage, microbatch)
                 timed[rank] += [(self.forward[stage] + shift, f), (self.backward[stage] + shift, b)]
         return [[p for _, p in sorted(passes)] for passes in timed]
+
+    def repeat_with_w(self, num_microbatches: int) -> list[list[Pass]]:
+        """Return the order of the repeated block with W, in units that F and B leave free.
+
+        The W of a stage runs in the first one after its B, or right behind B if none is free.
+        """
+        ranks = []
+        for rank, passes in enumerate(self.repeat(num_microbatches)):
+            late = dict(self._weights(rank))
+            timed = [(self._start(p), p) for p in passes]
+            for start, p in timed[:]:
+                if p.kind is PassKind.B:
+                    timed.append((start + late[p.stage], p._replace(kind=PassKind.W)))
+            ranks.append([p for _, p in sorted(timed)])
+        return ranks
+
+    def _start(self, p: Pass) -> float:
+        start = self.forward if p.kind is PassKind.F else self.backward
+        return start[p.stage] + p.microbatch * self.interval
+
+    def _weights(self, rank: int) -> Iterator[tuple[int, float]]:
+        """Yield the stages of a rank, each with the units from the start of its B to that of W."""
+        stages = [s for s, of in enumerate(self.placement.rank_of) if of == rank]
+        taken = {at[s] % self.interval for s in stages for at in (self.forward, self.backward)}
+        for stage in sorted(stages, key=self.backward.__getitem__):
+            units = range(1, self.interval)
+            free = (u for u in units if (self.backward[stage] + u) % self.interval not in taken)
+            late = next(free, None)
+            if late is not None:
+                taken.add((self.backward[stage] + late) % self.interval)
+            yield stage, 0.5 if late is None else float(late)
 
 
 # --- GPipe (arXiv 1811.06965) and 1F1B (PipeDream-Flush, arXiv 2006.09503): one chunk, BW alone
@@ -436,6 +468,31 @@ def _v(
     known = of_v_block(name, offsets, request, peak)
     v = v_shape(request.pipeline_size)
     return PlacementSearch(name, v, request, peak, known=known).run()
+
+
+def repeating_orders(name: str, request: Request) -> list[Schedule]:
+    """Return orders that repeat in the middle of a long step, in the memory of a schedule.
+
+    They are those of its building blocks with their W. There they are as fast as their ranks work,
+    while at the ends of the step W fills nothing. Schedules that only a search finds have none.
+    """
+    p, m = request.pipeline_size, request.num_microbatches
+    if name == "interleaved":
+        return [interleaved(request)]
+    offsets = (v_min_offsets, v_half_offsets, v_zb_offsets)
+    of_v = {"v-min": offsets[:1], "v-half": offsets[:2], "v-zb": offsets, "auto": offsets}
+    blocks = [v_block(p, each) for each in of_v.get(name, ())]
+    if name in ("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "auto"):
+        blocks.append(one_f_one_b_block(p))
+    found: list[Schedule] = []
+    for block in blocks:
+        whole = Schedule(name, block.placement, m, fuse_all(block.repeat(m)))
+        if name == "1f1b":
+            found.append(whole)
+            continue
+        filled = tuple(map(tuple, block.repeat_with_w(m)))
+        found += [replace(whole, ranks=filled), split_all(whole)]
+    return found
 
 
 def squeezed_blocks(name: str, request: Request, peak: float) -> list[Schedule]:

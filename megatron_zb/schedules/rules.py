@@ -132,6 +132,10 @@ class Rules:
         """Return the number of microbatches, whatever the passes of a schedule count."""
         return schedule.num_microbatches
 
+    def step_microbatches(self, schedule: Sizes) -> int:
+        """Return the number of microbatches of one step of a training that runs a schedule."""
+        return self.whole_microbatches(schedule)
+
     def unit_costs(self, schedule: Sizes, costs: Priced) -> Priced:
         """Return the costs of what passes count, from those of whole microbatches."""
         return costs

@@ -22,11 +22,13 @@ from functools import cached_property
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import Grain
+from megatron_zb.schedules.costs import Costs, Feature
 from megatron_zb.schedules.kinds import At, Kind, Need
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TrainingRules
 from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.stage_costs import StageCosts
 from megatron_zb.schedules.task_graph import TaskGraph
 
 _F, _B, _W, _BW, _U = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.U
@@ -120,6 +122,19 @@ class Units:
         for unit in units:
             found.setdefault(self.owner[unit], []).append(unit)
         return {owner: tuple(units) for owner, units in found.items()}
+
+
+@dataclass(frozen=True)
+class Updates(Feature):
+    """Costs of an update: seconds of a rank, all of its stages together."""
+
+    name = "updates"
+
+    seconds: float
+
+    def placed(self, costs: Costs, placement: Placement, table: StageCosts) -> StageCosts:
+        of_stage = self.seconds / placement.chunks
+        return table.with_seconds({_U: (of_stage,) * placement.num_stages})
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,14 @@ from typing import NamedTuple
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import shortest
-from megatron_zb.schedules.costs import Costs, Feature
+from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.rules import OwnerStep, Sizes
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.stage_costs import Priced, StageCosts
-from megatron_zb.schedules.units import UnitRules, Units, with_columns
+from megatron_zb.schedules.units import UnitRules, Units, Updates, with_columns
 
 _F, _B, _W, _U = PassKind.F, PassKind.B, PassKind.W, PassKind.U
 
@@ -164,19 +164,6 @@ class Adapters:
             owner += [n] * units
             version += [number.get((adapter, step - 1), -1)] * units
         return Units(None, tuple(owner), tuple(version))
-
-
-@dataclass(frozen=True)
-class Updates(Feature):
-    """Costs of the update of an adapter: seconds of a rank, all of its stages together."""
-
-    name = "adapters"
-
-    seconds: float
-
-    def placed(self, costs: Costs, placement: Placement, table: StageCosts) -> StageCosts:
-        of_stage = self.seconds / placement.chunks
-        return table.with_seconds({_U: (of_stage,) * placement.num_stages})
 
 
 @dataclass(frozen=True)
