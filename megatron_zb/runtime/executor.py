@@ -123,7 +123,10 @@ def run_program(
 
 
 class Execution:
-    """Executor of instructions; results that a later one needs are kept from run to run."""
+    """Executor of instructions; results that a later one needs are kept from run to run.
+
+    With ``here``, they are kept there, also for another execution.
+    """
 
     def __init__(
         self,
@@ -135,6 +138,7 @@ class Execution:
         *,
         handlers: Mapping[PassKind, Handler] = TRAINING,
         pairs: PairHandler = one_after_the_other,
+        here: dict[Message, torch.Tensor | None] | None = None,
     ) -> None:
         self._send_slots = send_slots
         self._stages = stages
@@ -143,7 +147,7 @@ class Execution:
         self._channels = channels
         self._allocate = allocate
         self._observer = observer or NOBODY
-        self._here: dict[Message, torch.Tensor | None] = {}
+        self._here = {} if here is None else here
         self._outgoing: dict[Message, torch.Tensor | None] = {}
 
     def run(self, instructions: Iterable[Instruction]) -> None:

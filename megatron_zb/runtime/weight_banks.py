@@ -1,0 +1,91 @@
+"""Two generations of the weights of a rank, one of which is selected before each pass.
+
+Where an update comes one step late, the passes of one group of microbatches compute with the
+weights before it, and those of the next group with the weights behind it. The parameters are the
+same objects throughout: their data is exchanged.
+
+A backward needs the generation of its forward, in two ways. What autograd has saved of a weight as
+a view lies in the storage of that generation, which no update changes. What it has saved as the
+parameter itself is what the parameter points to now, so a backward has its generation selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+
+class WeightBanks:
+    """Generations of some parameters: after so many updates, and after one fewer.
+
+    Args:
+        parameters: all that a rank computes with.
+        keeps_home: an update can write only where the parameters lie at the beginning, as with an
+            optimizer whose parameters are views of one buffer. Then both generations are copies.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], *, keeps_home: bool = False
+    ) -> None:
+        self._parameters = list(parameters)
+        self._home = [it.data for it in self._parameters]
+        self._keeps_home = keeps_home
+        first = [it.clone() for it in self._home] if keeps_home else self._home
+        self._banks = (first, [it.clone() for it in self._home])
+        self.updates = 0
+        """Updates that have been applied."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the generations take beside the parameters themselves."""
+        of_one = sum(it.numel() * it.element_size() for it in self._home)
+        return of_one * (1 + self._keeps_home)
+
+    def select(self, updates: int) -> None:
+        """Let the parameters be those after a number of updates.
+
+        Raises:
+            ValueError: that generation is not there.
+        """
+        if not self.updates - 1 <= updates <= self.updates or updates < 0:
+            raise ValueError(
+                f"the weights after {updates} updates are not kept: there have been {self.updates}"
+            )
+        self._point_to(self._banks[updates % 2])
+
+    def rest(self) -> None:
+        """Let the parameters be the newest ones, where everybody else expects them."""
+        self._point_to(self._home if self._keeps_home else self._banks[self.updates % 2])
+
+    def update(self, step: Callable[[], None]) -> None:
+        """Make a new generation by a function that changes the newest parameters in place.
+
+        The oldest one is given up: no pass may need it any more.
+        """
+        newest, new = (self._banks[n % 2] for n in (self.updates, self.updates + 1))
+        if self._keeps_home:
+            self._point_to(self._home)
+        else:
+            _copy(newest, new)
+            self._point_to(new)
+        # autograd compares versions of what it has saved, which has not changed
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
+            step()
+        if self._keeps_home:
+            _copy(self._home, new)
+        self.updates += 1
+
+    def forget_older(self) -> None:
+        """Let the older generation be equal to the newest one."""
+        _copy(self._banks[self.updates % 2], self._banks[(self.updates + 1) % 2])
+
+    def _point_to(self, data: Sequence[torch.Tensor]) -> None:
+        for parameter, own in zip(self._parameters, data, strict=True):
+            parameter.data = own
+
+
+def _copy(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for of, to in zip(source, target, strict=True):
+            to.copy_(of)
