@@ -78,6 +78,8 @@ NEEDS = {
     "pipeline_vocabulary": "a pipeline size that divides the rows of the vocabulary "
     "(`--make-vocab-size-divisible-by`)",
     "pipeline_adapter_steps": "`--pipeline-adapters`",
+    "pipeline_update_delay": "`1f1b`, `interleaved`, `zb-h1`, `v-min`, `v-half`, `v-zb` or `auto`",
+    "pipeline_update_feedback": "`--pipeline-update-delay 1`",
     "pipeline_encoder": "a [model with an encoder](schedules.md#a-second-model-in-the-gaps)",
     "pipeline_adapters": "`--load`, and a file of [adapters](adapters.md)",
     "pipeline_timeout": "nothing",
@@ -106,6 +108,9 @@ EXAMPLES = {
     "pipeline_adapters": "--pipeline-schedule v-zb --load base --pipeline-adapters adapters.yaml",
     "pipeline_adapter_steps": "--pipeline-schedule v-zb --load base --pipeline-adapters "
     "adapters.yaml --pipeline-adapter-steps 4",
+    "pipeline_update_delay": "--pipeline-schedule v-half --pipeline-update-delay 1",
+    "pipeline_update_feedback": "--pipeline-schedule v-half --pipeline-update-delay 1 "
+    "--pipeline-update-feedback on",
     "pipeline_profile": "--pipeline-schedule zb-h1 --pipeline-profile run.yaml",
     "pipeline_verify": "--pipeline-schedule v-half --pipeline-verify",
     "pipeline_warm_up": "--pipeline-schedule v-half --pipeline-warm-up off",
@@ -136,6 +141,7 @@ CONDITIONS = {
     "slices": "pipeline_slices",
     "adapters": "pipeline_adapters",
     "encoder": "pipeline_encoder",
+    "update_delay": "pipeline_update_delay",
     "overlap": OVERLAP,
 }
 """The setting that a condition of refusals.yaml is about."""

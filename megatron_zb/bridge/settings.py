@@ -21,6 +21,8 @@ _ELSEWHERE = (
     "enable_optimizer_post_validation",
     "pipeline_allow_other_data",
     "pipeline_schedule_cache",
+    "pipeline_update_delay",
+    "pipeline_update_feedback",
     "post_validation_snapshot",
 )
 

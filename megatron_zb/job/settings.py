@@ -268,6 +268,22 @@ class ScheduleSettings:
             "--pipeline-profile: by the seconds measured there",
         },
     )
+    pipeline_update_delay: int = _setting(
+        0,
+        type=int,
+        choices=(0, 1),
+        metavar="0|1",
+        help="1: apply every update of the optimizer one step late, so that the pipeline is never "
+        "drained. A step computes with the weights before the last update. This changes the "
+        "training: read the page on late updates before. Every rank keeps a second copy of its "
+        "weights, and a third with the distributed optimizer (default: 0)",
+    )
+    pipeline_update_feedback: str | None = _setting(
+        choices=("on", "off"),
+        help="with --pipeline-update-delay 1: add the difference of the last two updates to every "
+        "update, which makes up for a part of what a late update loses (default: on with Muon, off "
+        "with other optimizers)",
+    )
     enable_optimizer_post_validation: bool = _setting(
         False,
         action="store_true",
@@ -380,6 +396,8 @@ FLAGS: dict[str, tuple[str, ...]] = {
         "pipeline_adapters",
         "pipeline_adapter_steps",
         *_RUN_NAMES,
+        "pipeline_update_delay",
+        "pipeline_update_feedback",
         "enable_optimizer_post_validation",
         "post_validation_snapshot",
     ),

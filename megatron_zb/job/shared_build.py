@@ -88,7 +88,7 @@ def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
         raise UsageError("it holds no schedule")
     found = catalog.from_table(name, texts["table"], request)
     p, m = request["pipeline_size"], request["num_microbatches"]
-    sizes = (found.placement.pipeline_size, found.rules.whole_microbatches(found))
+    sizes = (found.placement.pipeline_size, found.rules.step_microbatches(found))
     if sizes != (p, m):
         raise UsageError(
             f"its table is for {sizes[0]} ranks and {sizes[1]} microbatches, not for {p} and {m}"

@@ -27,6 +27,7 @@ from megatron_zb.megatron_core.current_schedule import CurrentSchedule, JobSizes
 from megatron_zb.megatron_core.forward_backward import ForwardBackward
 from megatron_zb.megatron_core.frozen_model import FrozenModel, FrozenModelPart
 from megatron_zb.megatron_core.graphs import GraphsPart
+from megatron_zb.megatron_core.late_updates import DelayedPart, LateUpdates
 from megatron_zb.megatron_core.parts import PartList
 from megatron_zb.megatron_core.placement import (
     ModelPlacement,
@@ -54,6 +55,7 @@ from megatron_zb.runtime.activation_memory import ActivationMemory, HostCopyEngi
 from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.runtime.channels import GroupOptions
 from megatron_zb.schedules import catalog, interchange
+from megatron_zb.schedules.call_programs import CallPrograms
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.features.offload import Offload
@@ -380,6 +382,39 @@ class PipelineAdapter:
         self.part(FrozenModelPart).teacher = teacher
         return teacher
 
+    def delay_updates(
+        self,
+        optimizer: Any,
+        scheduler: Any,
+        chunks: list[Any],
+        may_read_ahead: Callable[[], bool] = lambda: True,
+        *,
+        feedback: float | None = None,
+    ) -> DelayedPart:
+        """Let updates come one step late, as the schedule was built for; before the first step.
+
+        Collective over the job. ``drain`` of the result has to be called before anything else
+        reads weights or states of the optimizer, but not before an evaluation by the schedule;
+        before a checkpoint, ``restart``.
+
+        Args:
+            optimizer: Megatron's, whose functions are replaced: see :class:`LateUpdates`.
+            scheduler: of the learning rate, None without.
+            chunks: of this rank, wrapped for data parallelism.
+            may_read_ahead: returns whether the step that begins may read the first microbatches of
+                the next step. It may not where there is none, or a ``restart`` comes between.
+            feedback: strength of the error feedback, 0 for none; by default 1 with Muon and 0 with
+                others.
+
+        Raises:
+            UsageError: the schedule was built without a delay, or the optimizer is not served.
+        """
+        programs = CallPrograms(self.schedule, self.costs)
+        updates = LateUpdates(optimizer, scheduler, chunks, feedback)
+        part = DelayedPart(programs, updates, may_read_ahead)
+        self._add(part)
+        return part
+
     def connect_with(self, options: GroupOptions) -> None:
         """Make the process groups of the messages with these options; before the first step."""
         self._add(ChannelsPart(options))
@@ -541,7 +576,7 @@ def build_adapter(
         adapter.connect_with(group_options)
     if args.pipeline_verify:
         adapter.verify()
-    if args.pipeline_warm_up != "off":
+    if args.pipeline_warm_up != "off" and not getattr(args, "pipeline_update_delay", 0):
         adapter.warm_up(always=args.pipeline_warm_up == "on")
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
     for name, value in vars(args).items():

@@ -29,6 +29,7 @@ from megatron_zb.schedules.features.slices import (
     least_tokens,
     slicing_of,
 )
+from megatron_zb.schedules.features.update_delay import DelayedRules
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.lowering import Program, lower
 from megatron_zb.schedules.passes import PassKind
@@ -176,7 +177,12 @@ class CurrentSchedule:
             placement=placement,
             back_to_back=settings.enable_optimizer_post_validation,
             num_layers=None if isinstance(written, str) else sizes.layers.decoder,
-            **_given(slices=slicing, adapters=sizes.adapters, second_model=second),
+            **_given(
+                slices=slicing,
+                adapters=sizes.adapters,
+                second_model=second,
+                update_delay=settings.pipeline_update_delay or None,
+            ),
         )
         found = cls(schedule, costs, settings, build, sizes.known_attention)
         if settings.slices == AUTO:
@@ -192,7 +198,7 @@ class CurrentSchedule:
         Raises:
             UsageError: it is for other sizes, or cannot train.
         """
-        found = (schedule.placement.pipeline_size, schedule.rules.whole_microbatches(schedule))
+        found = (schedule.placement.pipeline_size, schedule.rules.step_microbatches(schedule))
         if found != (sizes.pipeline_size, sizes.num_microbatches):
             raise UsageError(
                 f"the schedule {schedule.name} is for {found[0]} pipeline ranks and {found[1]} "
@@ -223,7 +229,7 @@ class CurrentSchedule:
 
         A profile has those.
         """
-        others = (AdapterRules, SecondModelRules)
+        others = (AdapterRules, SecondModelRules, DelayedRules)
         return self.slicing is None and not isinstance(self.schedule.rules, others)
 
     @property
@@ -340,8 +346,9 @@ class CurrentSchedule:
     def _table(self, num_microbatches: int, forward_only: bool) -> Schedule:
         """Return the schedule for a number of microbatches that are all alike."""
         schedule = self.schedule
-        is_of_training = not (forward_only and isinstance(schedule.rules, AdapterRules))
-        if is_of_training and num_microbatches == schedule.rules.whole_microbatches(schedule):
+        has_steps = isinstance(schedule.rules, AdapterRules | DelayedRules)
+        is_of_training = not (forward_only and has_steps)
+        if is_of_training and num_microbatches == schedule.rules.step_microbatches(schedule):
             return schedule
         name = schedule.name if schedule.name in catalog.all_names() else _SUBSTITUTE
         # forwards keep nothing

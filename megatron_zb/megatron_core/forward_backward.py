@@ -117,6 +117,7 @@ class ForwardBackward:
             captured=graphs.is_capturing(device()),
             program_for=self._program_for,
             run=self._run,
+            make_stages=self._stages,
             total_num_tokens=torch.zeros([], dtype=torch.int, device=device()),
             memory=self._memory,
         )

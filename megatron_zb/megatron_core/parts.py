@@ -15,6 +15,7 @@ from megatron_zb.megatron_core.experts import ExpertMetricsPart, OverlapPart, Pa
 from megatron_zb.megatron_core.forward_state import StatePart
 from megatron_zb.megatron_core.frozen_model import FrozenModelPart
 from megatron_zb.megatron_core.graphs import GraphsPart
+from megatron_zb.megatron_core.late_updates import DelayedPart
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.planned_steps import PlannedLengths, ReadAhead
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
@@ -52,6 +53,7 @@ _ORDER: tuple[type[StepPart], ...] = (
     VocabularyPart,  # its stages run the forwards of the stages of the parts below
     SlicesPart,  # cuts what the readings give
     SharedPipelinePart,
+    DelayedPart,  # chooses the call: no part above may ask for the program before a step
     ChannelsPart,  # passes on the counter of activations, which a profile may have replaced
     WatchPart,
     SpansPart,

@@ -116,6 +116,11 @@ class LayerStreams:
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._seeded_chunks: WeakSet[torch.nn.Module] = WeakSet()
 
+    @property
+    def step(self) -> int | None:
+        """The step whose streams are drawn from, None in an evaluation."""
+        return self._step
+
     def start_step(self, step: int | None) -> None:
         """Switch to the streams of a step, counted from the start of training.
 

@@ -100,6 +100,8 @@ class Step:
     program_for: Callable[[int, bool, bool], Program]
     run: Callable[[Step], None]
     """Function that runs the passes of this step, and reduces its gradients."""
+    make_stages: Callable[[Step], dict[int, Any]]
+    """Function that creates the stages of this rank for a step."""
     total_num_tokens: torch.Tensor
     memory: ActivationMemory | None = None
     """Counter of the step's activations, if any."""

@@ -484,6 +484,17 @@ def sum_lengths_on_cpu() -> None:
         vars(training)["_seqlen_stats_in_iteration"] = torch.zeros(2, dtype=torch.float64)
 
 
+def gradients_for_norm(optimizer: Any) -> list[Any]:
+    """Return the gradients of one of Megatron's optimizers, each that is counted in the norm once.
+
+    The method has another name in 0.19.
+    """
+    names = ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")
+    name = next(name for name in names if hasattr(optimizer, name))
+    found: list[Any] = getattr(optimizer, name)()
+    return found
+
+
 def data_parallel_group(pg_collection: Any) -> Any:
     """Return the group to count tokens over; 0.19 also widens it where weights are sharded."""
     return getattr(pg_collection, "dp_cp_gtp_remat", None) or pg_collection.dp_cp

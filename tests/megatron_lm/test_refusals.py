@@ -56,6 +56,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], str]] = {
     "slices": ({"pipeline_slices": 4}, "--pipeline-slices"),
     "adapters": ({"pipeline_adapters": "x.yaml"}, "--pipeline-adapters"),
     "encoder": ({"pipeline_encoder": "on"}, "--pipeline-encoder"),
+    "update_delay": ({"pipeline_update_delay": 1}, "--pipeline-update-delay"),
     "copies": ({"pipeline_adapter_copies": True}, "weights: all of --pipeline-adapters"),
     "layer_streams": (
         {"draws_by_layer": True},

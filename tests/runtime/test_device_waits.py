@@ -57,6 +57,7 @@ PLACES = {
     "megatron_core/copies.py:CopiesPart._gather_records": "behind all passes of a step",
     "megatron_core/copies.py:CopiesPart._of_all": BETWEEN_STEPS + ", or behind all passes of one",
     "megatron_core/checkpoints.py:sums_of": BETWEEN_STEPS,
+    "megatron_core/late_updates.py:LateUpdates.update": ORDERED + "; every rank has begun its sum",
     "megatron_core/experts.py:share": BETWEEN_STEPS,
     "megatron_core/connections.py:WatchPart.forget_marks": BETWEEN_STEPS,
     "megatron_core/forward_state.py:_StateBefore.changed": "for its stream, in the first forwards",

@@ -71,7 +71,7 @@ class GPTCase:
     chunk per rank refuses. ``hybrid`` is the pattern of a HybridModel of so many ``layers``.
     ``images`` are the numbers of images of the samples, in turns, which the encoder of Megatron's
     LLaVAModel reads on its first stage; its language model is the GPT. A schedule runs a
-    ``second_model`` beside the trained one.
+    ``second_model`` beside the trained one. With an ``update_delay``, our updates come late.
     With ``vocabulary``, our output layer is vocabulary parallel over all pipeline ranks.
     With ``slices``, our microbatches are cut along the sequence, as ``--pipeline-slices`` has it.
     With ``documents``, attention keeps to those of a sample. Upstream has a mask; with ``slices``,
@@ -114,6 +114,7 @@ class GPTCase:
     hybrid: str | None = None
     images: tuple[int, ...] = ()
     second_model: SecondModel | None = None
+    update_delay: int = 0
     vocabulary: bool = False
     slices: str | None = None
     documents: str = ""
@@ -216,6 +217,7 @@ def built(
             pipeline_slices=Slicing.parse(case.slices) if case.slices else None,
             overlaps_all_to_all=_asks_for_pairs(case, schedule),
             second_model=case.second_model,
+            pipeline_update_delay=case.update_delay,
         )
         if steps_done is not None:
             adapter.draw_by_layer(1, steps_done)

@@ -1,0 +1,531 @@
+"""Updates of the optimizer one step late, beside passes of the next group of microbatches.
+
+:class:`DelayedPart` runs the calls of :mod:`megatron_zb.schedules.call_programs`: the rest of one
+group, and as much of the next as has begun. :class:`LateUpdates` takes the place of the functions
+that a training loop calls between two calls, since the gradients then belong to a group that has
+not ended:
+
+1. When the last W of a group has run on a chunk, its gradients are put aside: the next W is of
+   another group.
+2. When that is so on all chunks of a rank, the rank reduces them over the replicas, and starts the
+   sum of their squares over the model. It goes on with passes.
+3. At the update it waits for that sum, clips, and steps the optimizer on the newest weights.
+   No rank waits for another one that waits for it: the schedule has that edge.
+4. ``optimizer.step`` reports the update that the call has made, and ``zero_grad`` does nothing.
+
+Before anything else reads weights, such as an evaluation, :meth:`DelayedPart.drain` ends the group
+that has begun and makes its update. At a checkpoint, :meth:`DelayedPart.restart` also forgets the
+older weights. A training that goes on from there and one that loads the checkpoint then do the
+same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.data_parallel import overlaps_grad_reduce
+from megatron_zb.megatron_core.post_validation import PostValidationPart, is_stub
+from megatron_zb.megatron_core.profiled_steps import ProfilePart
+from megatron_zb.megatron_core.step import Passes, Step, StepPart
+from megatron_zb.megatron_core.verification import Verification
+from megatron_zb.megatron_core.warm_up import WarmUp
+from megatron_zb.runtime.channels import new_groups
+from megatron_zb.runtime.executor import TRAINING, Execution, Handler
+from megatron_zb.runtime.update_rules import ErrorFeedback, PlainUpdate, UpdateRule
+from megatron_zb.runtime.weight_banks import WeightBanks
+from megatron_zb.schedules.call_programs import Call, CallPrograms
+from megatron_zb.schedules.lowering import Program
+from megatron_zb.schedules.passes import Message, PassKind
+
+_SERVED = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
+
+_WHOLE_STEPS: Mapping[type[StepPart], str] = {
+    Verification: "verification",
+    ProfilePart: "a profile",
+    PostValidationPart: "optimizer post-validation",
+    WarmUp: "a warm-up",
+}
+"""Parts that take a call for one whole step, and what errors call them."""
+
+
+class _Reduced(NamedTuple):
+    """Gradients of a group, put aside until its update, and the sum of their squares.
+
+    ``gradients`` has those of each optimizer, beside its parameters; None for one without.
+    """
+
+    gradients: list[list[torch.Tensor | None]]
+    squares: torch.Tensor
+    works: list[Any]
+
+
+class LateUpdates:
+    """The optimizer of a training whose updates come one step late.
+
+    It replaces ``step`` and ``zero_grad`` of the optimizer, ``zero_grad_buffer`` of the chunks and
+    ``step`` of the scheduler on these objects. Creating it is collective over the job.
+
+    Args:
+        optimizer: Megatron's.
+        scheduler: of the learning rate, None without.
+        chunks: of this rank, wrapped for data parallelism.
+        feedback: strength of the error feedback, 0 for none; None for 1 with Muon and 0 with
+            others.
+
+    Raises:
+        UsageError: the optimizer, or its data parallelism, is of a kind that is not served.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        scheduler: Any,
+        chunks: Sequence[Any],
+        feedback: float | None = None,
+    ) -> None:
+        self._optimizer, self._chunks = optimizer, list(chunks)
+        self._each = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        self._check()
+        if feedback is None:
+            feedback = float(any(map(_is_muon, self._each)))
+        self.feedback = feedback
+        """Strength of the error feedback."""
+        self._rules = [_rule_of(feedback) for _ in self._each]
+        parameters = {id(it): it for chunk in chunks for it in chunk.parameters()}
+        keeps_home = any(type(it).__name__ == "DistributedOptimizer" for it in self._each)
+        self.banks = WeightBanks(parameters.values(), keeps_home=keeps_home)
+        ranks = [dist.get_process_group_ranks(_group_of(it)) for it in self._each]
+        self._groups = new_groups(ranks)
+        self._aside: dict[int, list[torch.Tensor]] = {}
+        self._reduced: dict[int, _Reduced] = {}
+        self.norm: float | None = None
+        """Norm of the gradients of the last update, None before the first one."""
+        self._has_updated = False
+        self._owed: list[Callable[[], Any]] = []
+        self._zero_optimizer = optimizer.zero_grad
+        self._zero_chunks = [chunk.zero_grad_buffer for chunk in self._chunks]
+        optimizer.step, optimizer.zero_grad = self._report, _nothing
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer = _nothing
+        if scheduler is not None:
+            self._schedule, scheduler.step = scheduler.step, self._step_scheduler
+        self._clear()
+
+    def _check(self) -> None:
+        names = [type(it).__name__ for it in self._each if not is_stub(it)]
+        for name in names:
+            if name not in _SERVED:
+                raise UsageError(
+                    f"an update delay is not possible with {name}: leave it out, or use one of "
+                    f"{', '.join(_SERVED)}"
+                )
+        if any(getattr(it, "grad_scaler", None) is not None for it in self._each):
+            raise UsageError(
+                "an update delay is not possible with a loss scale, which all passes of a step "
+                "must share: leave it out, or train in bf16"
+            )
+        if any(map(overlaps_grad_reduce, self._chunks)):
+            raise UsageError(
+                "an update delay starts the reductions of a whole group itself: leave "
+                "overlap_grad_reduce out"
+            )
+
+    # --- what a training loop calls
+
+    def _report(self) -> tuple[bool, float | None, None]:
+        """Return what ``optimizer.step`` returns, for the update of the last call."""
+        return True, self.norm, None
+
+    def _step_scheduler(self, *arguments: Any, **keywords: Any) -> None:
+        """Step the scheduler once the update that it follows has been made."""
+        step = partial(self._schedule, *arguments, **keywords)
+        if self._has_updated:
+            step()
+        else:
+            self._owed.append(step)
+
+    # --- what the passes call
+
+    def begin_call(self) -> None:
+        """Take note that a call begins, in which no update has been made."""
+        self._has_updated = False
+
+    def select(self, group: int) -> None:
+        """Let the chunks compute with the weights of a group: after one update fewer than it."""
+        self.banks.select(max(group - 1, 0))
+
+    def put_aside(self, chunk: int) -> None:
+        """Put the gradients of a chunk aside: the last W of a group has run on it."""
+        self._aside[chunk] = [it.clone() for it in _gradients_of(self._chunks[chunk])]
+        self._zero_chunks[chunk]()
+
+    def gradients_ready(self, group: int, step: Step) -> None:
+        """Reduce the gradients of a group, which have been put aside, and start their norm.
+
+        Those of the next group, as far as its W have run, stay where they are.
+        """
+        with self._put_back():
+            self._reduced[group] = self._reduce(step)
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """Have the gradients in place that had been put aside."""
+        later = {n: [it.clone() for it in _gradients_of(self._chunks[n])] for n in self._aside}
+        self._set(self._aside)
+        yield
+        self._clear()
+        self._set(later)
+        self._aside = {}
+
+    def _set(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        for number, own in gradients.items():
+            for to, of in zip(_gradients_of(self._chunks[number]), own, strict=True):
+                to.copy_(of)
+
+    def _reduce(self, step: Step) -> _Reduced:
+        finalize = step.config.finalize_model_grads_func
+        if finalize is not None:
+            finalize(
+                step.model,
+                None,
+                pg_collection=step.pg_collection,
+                force_all_reduce=step.force_all_reduce,
+            )
+        gradients, works = [], []
+        squares = torch.zeros(
+            len(self._each), dtype=torch.float32, device=torch.cuda.current_device()
+        )
+        for number, (optimizer, process_group) in enumerate(
+            zip(self._each, self._groups, strict=True)
+        ):
+            own = list[torch.Tensor | None]()
+            if not is_stub(optimizer):
+                optimizer.prepare_grads()
+                for found in versions.gradients_for_norm(optimizer):
+                    squares[number] += found.float().square().sum()
+                for parameter in optimizer.get_parameters():
+                    own.append(None if parameter.grad is None else parameter.grad.clone())
+                    parameter.grad = None
+            gradients.append(own)
+            works.append(dist.all_reduce(squares[number], group=process_group, async_op=True))
+        return _Reduced(gradients, squares, works)
+
+    @torch.no_grad()
+    def update(self, group: int) -> None:
+        """Apply the update of a group to the newest weights."""
+        reduced = self._reduced.pop(group)
+        for work in reduced.works:
+            work.wait()
+        self.norm = math.sqrt(reduced.squares.sum().item())
+        for optimizer, gradients in zip(self._each, reduced.gradients, strict=True):
+            if is_stub(optimizer):
+                continue
+            own = optimizer.get_parameters()
+            for parameter, gradient in zip(own, gradients, strict=True):
+                parameter.grad = gradient
+            most = optimizer.config.clip_grad
+            if most > 0 and own:
+                clip_grad_by_total_norm_fp32(own, most, self.norm)
+        self.banks.update(self._step_all)
+        self._zero_optimizer()
+        self._has_updated = True
+
+    def _step_all(self) -> None:
+        for optimizer, rule in zip(self._each, self._rules, strict=True):
+            if not is_stub(optimizer):
+                with _by_rule(optimizer, rule):
+                    optimizer.step_with_ready_grads()
+
+    def forget(self) -> None:
+        """Forget the older weights, and what the rules remember of earlier updates."""
+        self.banks.forget_older()
+        self._rules = [_rule_of(self.feedback) for _ in self._each]
+
+    def end_drain(self) -> None:
+        """Step the scheduler for the update of a drain."""
+        while self._owed:
+            self._owed.pop(0)()
+
+    def _clear(self) -> None:
+        for zero in self._zero_chunks:
+            zero()
+
+
+def _nothing(*arguments: Any, **keywords: Any) -> None:
+    """Leave gradients alone: those of a group that has not ended are among them."""
+
+
+def _rule_of(feedback: float) -> UpdateRule:
+    return ErrorFeedback(feedback) if feedback else PlainUpdate()
+
+
+def _is_muon(optimizer: Any) -> bool:
+    """Return whether an optimizer orthogonalizes its updates, by the names of its classes."""
+    inner = getattr(optimizer, "optimizer", None)
+    return any("muon" in cls.__name__.lower() for cls in type(inner).__mro__)
+
+
+@contextmanager
+def _by_rule(optimizer: Any, rule: UpdateRule) -> Iterator[None]:
+    """Let a rule correct the step of torch's optimizer, before Megatron copies the weights."""
+    inner = optimizer.optimizer
+    own, step = vars(inner).get("step"), inner.step
+
+    def corrected(*arguments: Any, **keywords: Any) -> None:
+        rule.step(optimizer.get_parameters(), partial(step, *arguments, **keywords))
+
+    inner.step = corrected
+    try:
+        yield
+    finally:
+        del inner.step
+        if own is not None:
+            inner.step = own
+
+
+def _gradients_of(chunk: Any) -> list[torch.Tensor]:
+    """Return the buffers of a chunk's gradients."""
+    return [it.grad_data for it in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def _group_of(optimizer: Any) -> dist.ProcessGroup:
+    group: dist.ProcessGroup | None = optimizer.get_grad_stats_parallel_group()
+    world = dist.group.WORLD
+    assert world is not None
+    return world if group is None else group
+
+
+@dataclass
+class _Begun:
+    """A group of which passes have run: its stages on this rank, its step, and what is left.
+
+    ``weights_left`` counts W of each stage. ``number`` is that of its step in the random streams of
+    the layers, if they have any.
+    """
+
+    stages: Mapping[int, Any]
+    step: Step
+    weights_left: Counter[int]
+    number: int | None = None
+    is_updated: bool = False
+
+
+class DelayedPart(StepPart):
+    """Runs calls in place of whole steps, and the drain between them and anything else.
+
+    Args:
+        programs: of the calls.
+        updates: the optimizer.
+        may_read_ahead: returns whether the step that begins may read data of the next one.
+    """
+
+    fact = "updates_late"
+
+    def __init__(
+        self,
+        programs: CallPrograms,
+        updates: LateUpdates,
+        may_read_ahead: Callable[[], bool],
+    ) -> None:
+        self._programs, self._updates, self._may_read_ahead = programs, updates, may_read_ahead
+        self._begun: dict[int, _Begun] = {}
+        self._here: dict[Message, torch.Tensor | None] = {}
+        self._complete: list[int] = []
+        self._call: Call | None = None
+        self._next = 0
+        self._is_open = False
+        self._drains = False
+
+    def before_step(self, step: Step) -> None:
+        """Choose the call; an evaluation begins when nothing is under way.
+
+        Raises:
+            UsageError: the step cannot be a call.
+        """
+        if step.forward_only:
+            self.drain()
+            return
+        self._check(step)
+        step.reduces = False  # each update reduces its own gradients
+        self._call = Call(
+            group=self._next,
+            follows=self._is_open,
+            has_begun=self._next in self._begun,
+            reads_ahead=self._programs.reads_ahead and self._may_read_ahead(),
+        )
+        step.program = self._programs.of(self._call)
+
+    def _check(self, step: Step) -> None:
+        names = [_WHOLE_STEPS[type(part)] for part in step.parts if type(part) in _WHOLE_STEPS]
+        names += ["calculate_per_token_loss"] if step.config.calculate_per_token_loss else []
+        settings = ("moe_router_enable_expert_bias", "mtp_num_layers")
+        names += [name for name in settings if getattr(step.config, name, None)]
+        names += ["unequal microbatches"] if step.lengths is not None or step.shapes_vary else []
+        names += ["CUDA graphs"] if step.captured else []
+        if names:
+            raise UsageError(
+                f"an update delay: {' and '.join(names)} would take the passes of a call for one "
+                "whole step: leave it out"
+            )
+        if step.num_microbatches != self._programs.group:
+            raise UsageError(
+                f"a step has {step.num_microbatches} microbatches, but the schedule with an update "
+                f"delay was built for {self._programs.group}: keep to one number"
+            )
+
+    @property
+    def norm(self) -> float | None:
+        """Norm of the gradients of the last update, None before the first one."""
+        return self._updates.norm
+
+    @property
+    def feedback(self) -> float:
+        """Strength of the error feedback, 0 for none."""
+        return self._updates.feedback
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights on this rank beside those of a training without a delay."""
+        return self._updates.banks.num_bytes
+
+    def run_passes(self, passes: Passes, step: Step) -> bool:
+        """Run a call, or the drain."""
+        if step.forward_only:
+            return False
+        call = self._call
+        assert call is not None
+        if self._drains:
+            self._run(self._programs.drain(call), passes, step)
+            passes.transport.finish()
+            return True
+        self._updates.begin_call()
+        self._begin(call.group, passes.stages, step)
+        step.forward_data_store = self._begun[call.group].step.forward_data_store
+        if call.reads_ahead:
+            ahead = replace(step, forward_data_store=[])
+            ahead.program = step.program
+            self._begin(call.group + 1, step.make_stages(ahead), ahead)
+        self._run(step.program, passes, step)
+        self._is_open, self._next = True, call.group + 1
+        self._end(call.group - 1)
+        return True
+
+    def _begin(self, group: int, stages: Mapping[int, Any], step: Step) -> None:
+        """Take note of the stages of a group, unless the call before has begun it."""
+        if group in self._begun:
+            return
+        held = self._programs.calls.ranks[step.logical]
+        weights = Counter(p.stage for p in held if p.kind in (PassKind.W, PassKind.BW))
+        streams = next((it.streams for it in stages.values()), None)
+        number = None
+        if streams is not None and streams.step is not None:
+            number = streams.step + group - self._next
+        self._begun[group] = _Begun(stages, step, weights, number)
+
+    def _end(self, group: int) -> None:
+        self._begun.pop(group, None)
+        self._updates.banks.rest()
+
+    def _run(self, program: Program, passes: Passes, step: Step) -> None:
+        stages = {number: number for number in passes.stages}
+        handlers: dict[PassKind, Handler] = {
+            kind: partial(self._run_pass, kind, TRAINING[kind])
+            for kind in (PassKind.F, PassKind.B, PassKind.BW, PassKind.W)
+        }
+        handlers[PassKind.U] = self._update
+        execution = Execution(
+            program.send_slots,
+            stages,
+            passes.transport,
+            passes.allocate,
+            passes.observer,
+            handlers=handlers,
+            here=self._here,
+        )
+        streams = next((it.streams for it in passes.stages.values()), None)
+        number = None if streams is None else streams.step
+        execution.run(program.ranks[step.logical])
+        self._reduce_complete()
+        if streams is not None:
+            streams.start_step(number)
+
+    def _run_pass(
+        self, kind: PassKind, handler: Handler, stage: int, unit: int, *received: Any
+    ) -> torch.Tensor | None:
+        """Run a pass on the stage of its group, with the weights of its group."""
+        self._reduce_complete()
+        group, microbatch = divmod(unit, self._programs.group)
+        begun = self._begun[group]
+        own = begun.stages[stage]
+        self._updates.select(group)
+        if begun.number is not None:
+            own.streams.start_step(begun.number)
+        result = handler(own, microbatch, *received)
+        if kind in (PassKind.W, PassKind.BW):
+            self._count_weight(group, begun, stage)
+        return result
+
+    def _count_weight(self, group: int, begun: _Begun, stage: int) -> None:
+        begun.weights_left[stage] -= 1
+        if not begun.weights_left[stage]:
+            self._updates.put_aside(begun.stages[stage].chunk)
+            if not any(begun.weights_left.values()):
+                self._complete.append(group)
+
+    def _reduce_complete(self) -> None:
+        """Reduce the gradients of a group, whose last pass has been run and its message sent."""
+        while self._complete:
+            group = self._complete.pop()
+            self._updates.gradients_ready(group, self._begun[group].step)
+
+    def _update(self, stage: int, unit: int) -> None:
+        """Update all stages of the rank, at the first U of them."""
+        self._reduce_complete()
+        group = unit // self._programs.group
+        begun = self._begun[group]
+        if not begun.is_updated:
+            begun.is_updated = True
+            self._updates.update(group)
+
+    def drain(self) -> None:
+        """End the group that has begun, and make its update; collective over the job.
+
+        First passes of the next group stay as they are: they computed with weights that have not
+        changed for them.
+        """
+        if not self._is_open:
+            return
+        call = self._call
+        assert call is not None
+        step = self._begun[call.group].step
+        self._drains = True
+        try:
+            step.run(step)
+        finally:
+            self._drains = False
+        self._is_open = False
+        self._end(call.group)
+        self._updates.end_drain()
+
+    def restart(self) -> None:
+        """Drain, and begin anew from the newest weights, as a training that loads them does.
+
+        Collective over the job. The call before has to be one that may not read ahead, or the
+        training has to end: what has been read for the next group is dropped.
+        """
+        self.drain()
+        self._begun.clear()
+        self._here.clear()
+        self._updates.forget()

@@ -1,0 +1,331 @@
+"""Updates one step late, against Megatron's own schedule on the weights before the last update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from brief_searches import briefly
+from gpt_cases import GPTCase, built, forward_backward, microbatches
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from model_options import EXPERTS, options
+from ranks import RankPools
+
+from megatron_zb.megatron_core.late_updates import DelayedPart
+from megatron_zb.megatron_core.random_streams import global_parameters
+
+M = 4
+FP32 = GPTCase(layers=8)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training.
+
+    ``drained``, ``evaluated`` and ``saved`` are the steps behind which it does this.
+    """
+
+    case: GPTCase = FP32
+    schedule: str = "v-half"
+    optimizer: str = "adam"
+    clip: float = 0.0
+    steps: int = 6
+    drained: tuple[int, ...] = ()
+    evaluated: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()
+    microbatches: int = M
+    feedback: float | None = 0.0
+
+
+@dataclass
+class Run:
+    """Losses of the steps on this rank, the last learning rate, and the weights at the end.
+
+    ``place`` is that among the data-parallel and the tensor-parallel ranks.
+    """
+
+    place: tuple[int, int] = (0, 0)
+    losses: list[list[float]] = field(default_factory=list)
+    held_out: list[list[float]] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    rate: float = 0.0
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def optimizer_of(training: Training, chunks: list[Any]) -> tuple[Any, Any]:
+    """Megatron's, and the scheduler of a learning rate that changes in every step."""
+    case = training.case
+    config = OptimizerConfig(
+        optimizer=training.optimizer,
+        lr=0.01,
+        min_lr=0.001,
+        weight_decay=0.1,
+        sgd_momentum=0.9,
+        bf16=case.dtype == "bfloat16",
+        params_dtype=case.torch_dtype,
+        use_distributed_optimizer=case.distributed_optimizer,
+        clip_grad=training.clip,
+    )
+    if training.optimizer == "muon":
+        from muon_stand_in import muon
+
+        optimizer = muon(chunks, config, layer_wise=False)
+    else:
+        optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=0.01,
+        min_lr=0.001,
+        lr_warmup_steps=3,
+        lr_decay_steps=training.steps,
+        lr_decay_style="linear",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=training.steps,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def batches(training: Training, first: int, steps: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Other tokens in every step."""
+    for step in range(first, first + steps):
+        for batch in microbatches(training.case, training.microbatches):
+            yield {**batch, "tokens": (batch["tokens"] + step) % 64}
+
+
+def losses_of(records: list[Any]) -> list[float]:
+    return [float(record["lm loss"]) for record in records]
+
+
+def at_the_end(run: Run, optimizer: Any, chunks: list[Any]) -> Run:
+    run.place = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    run.rate = float(optimizer.param_groups[0]["lr"])
+    for chunk in chunks:
+        for name, parameter in global_parameters(chunk).items():
+            run.parameters[name.replace("module.", "")] = parameter.detach().clone()
+    return run
+
+
+def delayed(training: Training) -> Run:
+    """The training with an update delay, in the way of Megatron-LM's loop."""
+    case, run, m = training.case, Run(), training.microbatches
+    late = replace(case, update_delay=1)
+    with briefly(), built(late, training.schedule, m) as (adapter, chunks):
+        assert adapter is not None
+        optimizer, scheduler = optimizer_of(training, chunks)
+        step = 0
+
+        def may_read_ahead() -> bool:
+            return step + 1 < training.steps and step not in training.saved
+
+        part = adapter.delay_updates(
+            optimizer, scheduler, chunks, may_read_ahead, feedback=training.feedback
+        )
+        function = adapter.forward_backward_func
+        data = [batches(training, 0, training.steps) for _ in chunks]
+        for step in range(training.steps):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            run.losses.append(losses_of(forward_backward(function, chunks, data, m)))
+            success, norm, _ = optimizer.step()
+            assert success
+            scheduler.step(increment=1)
+            run.norms.append(norm)
+            if step in training.drained:
+                part.drain()
+            if step in training.saved:
+                part.restart()
+            if step in training.evaluated:
+                held_out = [batches(training, 100, 1) for _ in chunks]
+                records = forward_backward(function, chunks, held_out, m, forward_only=True)
+                run.held_out.append(losses_of(records))
+        part.drain()
+        run.norms.append(part.norm)
+        return at_the_end(run, optimizer, chunks)
+
+
+def oracle(training: Training) -> Run:
+    """Megatron's 1F1B on the weights after one update fewer, whose update changes the newest."""
+    case, run, m = training.case, Run(), training.microbatches
+    with built(case, None, m) as (_, chunks):
+        optimizer, scheduler = optimizer_of(training, chunks)
+        function = get_forward_backward_func()
+        parameters = [it for chunk in chunks for it in chunk.parameters()]
+        before = [it.detach().clone() for it in parameters]
+        last: list[torch.Tensor] = []
+        for step in range(training.steps):
+            newest = [it.detach().clone() for it in parameters]
+            for parameter, older in zip(parameters, before, strict=True):
+                parameter.data.copy_(older)
+            before = newest
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            data = [batches(training, step, 1) for _ in chunks]
+            run.losses.append(losses_of(forward_backward(function, chunks, data, m)))
+            for parameter, new in zip(parameters, newest, strict=True):
+                parameter.data.copy_(new)
+            weights = [
+                it
+                for one in getattr(optimizer, "chained_optimizers", [optimizer])
+                for it in one.get_parameters()
+            ]
+            was = [it.detach().clone() for it in weights]
+            _, norm, _ = optimizer.step()
+            if training.feedback:
+                update = [old - new.detach() for old, new in zip(was, weights, strict=True)]
+                for weight, now, earlier in zip(weights, update, last or update, strict=True):
+                    weight.data.add_(earlier - now, alpha=training.feedback)
+                last = update
+            scheduler.step(increment=1)
+            run.norms.append(norm)
+            if step in training.evaluated:
+                held_out = [batches(training, 100, 1) for _ in chunks]
+                records = forward_backward(function, chunks, held_out, m, forward_only=True)
+                run.held_out.append(losses_of(records))
+            if step in training.saved:  # as a training that begins with these weights
+                before, last = [it.detach().clone() for it in parameters], []
+        return at_the_end(run, optimizer, chunks)
+
+
+def both(training: Training) -> tuple[Run, Run]:
+    return oracle(training), delayed(training)
+
+
+def check(found: list[tuple[Run, Run]], *, exact: bool = True) -> None:
+    """Losses, rates and weights to the last bit, on every rank; norms but for the order of sums.
+
+    Where steps are clipped the norm scales the gradients, which are then not ``exact``.
+    """
+    expected = {(run.place, n): w for run, _ in found for n, w in run.parameters.items()}
+    of_last = {run.place: run for run, _ in found if run.losses[0]}
+    assert any(late.losses[0] for _, late in found)
+    for synchronous, late in found:
+        if late.losses[0]:
+            assert_equal(late.losses, of_last[late.place].losses, exact)
+            assert_equal(late.held_out, of_last[late.place].held_out, exact)
+        assert late.rate == synchronous.rate
+        if synchronous.norms[0]:
+            assert late.norms[0] is None
+            assert late.norms[-1] == pytest.approx(synchronous.norms[-1], rel=1e-5)
+        for name, parameter in late.parameters.items():
+            if exact:
+                assert torch.equal(parameter, expected[late.place, name]), name
+            else:
+                weight = expected[late.place, name]
+                torch.testing.assert_close(parameter, weight, rtol=1e-5, atol=1e-6)
+
+
+def assert_equal(found: list[list[float]], expected: list[list[float]], exact: bool) -> None:
+    if exact:
+        assert found == expected
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+# --- cases
+
+
+FULL = pytest.mark.full
+BF16 = GPTCase(layers=8, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+def test_losses_and_weights_are_those_of_one_update_fewer(ranks: RankPools, schedule: str) -> None:
+    training = Training(schedule=schedule)
+    found = ranks(2).run(both, training=training)
+    check(found)
+    losses = next(late.losses for _, late in found if late.losses[0])
+    means = [sum(of_step) / len(of_step) for of_step in losses]
+    assert means[-1] < means[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "v-min", "v-half", "v-zb"])
+def test_four_ranks(ranks: RankPools, schedule: str, optimizer: str) -> None:
+    m = 8 if schedule == "interleaved" else M
+    check(ranks(4).run(both, training=Training(FP32, schedule, optimizer, microbatches=m)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half"])
+def test_steps_that_are_drained_or_evaluated(ranks: RankPools, schedule: str) -> None:
+    training = Training(
+        schedule=schedule, steps=9, drained=(2, 3, 6), evaluated=(0, 4, 6), saved=(4,)
+    )
+    check(ranks(2).run(both, training=replace(training, feedback=0.5)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+def test_clipped_steps(ranks: RankPools, schedule: str) -> None:
+    found = ranks(2).run(both, training=Training(FP32, schedule, "sgd", clip=0.5))
+    check(found, exact=False)
+    assert max(norm for norm in found[0][0].norms if norm) > 0.5
+
+
+PARALLEL = {
+    "bf16": BF16,
+    "experts": replace(FP32, options=options(**EXPERTS)),
+    "tied": replace(FP32, tied=True),
+    "dropout": replace(FP32, dropout=0.1),
+    "data-parallel": replace(FP32, data_parallel=2),
+    "distributed-optimizer": replace(BF16, data_parallel=2, distributed_optimizer=True),
+    "distributed-optimizer-fp32": replace(FP32, data_parallel=2, distributed_optimizer=True),
+    "tensor-parallel": replace(FP32, tensor_parallel=2, sequence_parallel=True),
+    "expert-parallel": replace(
+        FP32, data_parallel=2, expert_parallel=2, options=options(**EXPERTS)
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+@pytest.mark.parametrize("name", [name for name in PARALLEL if name != "dropout"])
+def test_in_parallel(ranks: RankPools, name: str, schedule: str) -> None:
+    case = PARALLEL[name]
+    world = 2 * case.data_parallel * case.tensor_parallel
+    check(ranks(world).run(both, training=Training(case, schedule, steps=6)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
+def test_error_feedback(ranks: RankPools, optimizer: str) -> None:
+    check(ranks(2).run(both, training=Training(FP32, "v-half", optimizer, feedback=1.0)))
+
+
+def strengths() -> tuple[float, float]:
+    """Error feedback by default, with Adam and with Muon."""
+    found = []
+    for name in ("adam", "muon"):
+        training = Training(FP32, "v-half", name)
+        with briefly(), built(replace(FP32, update_delay=1), "v-half", M) as (adapter, chunks):
+            assert adapter is not None
+            optimizer, scheduler = optimizer_of(training, chunks)
+            adapter.delay_updates(optimizer, scheduler, chunks)
+            found.append(adapter.part(DelayedPart).feedback)
+    return found[0], found[1]
+
+
+def test_muon_has_error_feedback_by_default(ranks: RankPools) -> None:
+    assert ranks(2).run(strengths) == [(0.0, 1.0)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [2, 5, 8])
+def test_numbers_of_microbatches(ranks: RankPools, microbatches: int) -> None:
+    training = Training(schedule="v-zb", steps=5, microbatches=microbatches)
+    check(ranks(2).run(both, training=training))
