@@ -40,6 +40,7 @@ from megatron_zb.megatron_lm import (
     post_validation_hooks,
     spread_encoder,
     stored_placement,
+    update_delay_hooks,
 )
 from megatron_zb.megatron_lm.adapter_hooks import AdapterHooks
 from megatron_zb.megatron_lm.adapter_of_arguments import (
@@ -55,6 +56,7 @@ from megatron_zb.megatron_lm.replacing import (
     replace_static,
     when,
 )
+from megatron_zb.megatron_lm.update_delay_hooks import UpdateDelayHooks
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules.catalog import Build
 
@@ -404,6 +406,7 @@ class _Hooks:
         self._flags: frozenset[str] | None = None
         self._new: dict[str, Any] = {}
         self._post_validation = PostValidationHooks()
+        self._update_delay = UpdateDelayHooks()
         self._adapters = AdapterHooks()
         self._store: Store | None = None
         """Where the ranks meet after an in-process restart."""
@@ -459,6 +462,7 @@ class _Hooks:
         replace_method(fully_parallel.FullyParallelLoadStrategyWrapper, "load", load_apart)
         self._install_in_data()
         self._post_validation.install()
+        self._update_delay.install()
         self._adapters.install()
 
     def _install_in_data(self) -> None:
@@ -511,6 +515,7 @@ class _Hooks:
         """
         self._run, self._shared_build = None, None
         self._post_validation.forget()
+        self._update_delay.forget()
         self._adapters.forget()
         self._store = PrefixStore(f"megatron_zb/restart/{restarts}", store)
 
@@ -619,6 +624,10 @@ class _Hooks:
         if args.enable_optimizer_post_validation:
             self._post_validation.enable(adapter, args)
             for line in post_validation_hooks.prepare(args):
+                _say(f"megatron_zb: {line}", args.rank)
+        if args.pipeline_update_delay:
+            self._update_delay.enable(adapter, args)
+            for line in update_delay_hooks.prepare(args):
                 _say(f"megatron_zb: {line}", args.rank)
         return ScheduledRun(adapter, rendezvous, args)
 
