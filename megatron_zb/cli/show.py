@@ -29,7 +29,7 @@ from megatron_zb.schedules.rules import TrainingRules
 
 # The choices that a schedule may have, as build() and the command line name them.
 _CHOICES = ("memory_limit", "chunks", "group_size")
-_OF_UNITS = ("slices", "adapters", "encoder", "reference")
+_OF_UNITS = ("slices", "adapters", "encoder", "reference", "update_delay")
 """Flags with which passes count something else than the microbatches of one training."""
 _UNITS = {"num_microbatches": "M"}
 """What passes work on, if no extension has the schedule, with its letter."""
@@ -42,6 +42,7 @@ _FLAGS = {
     conflicts.SLICES: "--slices",
     conflicts.ADAPTERS: "--adapters",
     conflicts.GROUPS: "--group-size",
+    conflicts.UPDATE_DELAY: "--update-delay",
 }
 """Flags that request features."""
 
@@ -49,6 +50,7 @@ _ALSO = (
     (conflicts.ADAPTERS, "adapters"),
     (conflicts.SECOND_MODEL, "encoder"),
     (conflicts.SECOND_MODEL, "reference"),
+    (conflicts.UPDATE_DELAY, "update_delay"),
 )
 """Features without costs, and the flags that request them."""
 
@@ -77,6 +79,7 @@ examples:
   megatron-zb show v-zb --pipeline-size 8 --num-microbatches 8 --slices 8 --attention 0.5
   megatron-zb show 1f1b --pipeline-size 4 --num-microbatches 4 --adapters 4 --weight 0.02
   megatron-zb show v-half --pipeline-size 4 --num-microbatches 8 --encoder 0.1
+  megatron-zb show v-half --pipeline-size 4 --num-microbatches 4 --update-delay 1
   megatron-zb show --csv table.csv
   megatron-zb show dualpipe-v --pipeline-size 4 --num-microbatches 10 --forward-comm 0.5 \\
       --backward-comm 0.5
@@ -187,6 +190,11 @@ _MAY_USE: dict[str, dict[str, Any]] = {
         "help": "a frozen teacher or reference model, cut over all ranks, runs beside the model, "
         "whose loss needs its output; T is the time of its forward for a microbatch on one rank",
     },
+    "update_delay": {
+        "type": int,
+        "choices": (1,),
+        "help": "updates of the optimizer come one step late; draws four steps in a row",
+    },
     "attention": {
         "type": seconds,
         "metavar": "X",
@@ -265,9 +273,10 @@ def _save_page(path: Path, arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"there is no page for {arguments.name}: give a name that ends in .png or .svg"
         )
-    for name in ("slices", "encoder", "reference"):
+    for name in ("slices", "encoder", "reference", "update_delay"):
         if getattr(arguments, name) is not None:
-            raise UsageError(f"there is no page for {name}: give a name that ends in .png or .svg")
+            what = name.replace("_", " ")
+            raise UsageError(f"there is no page for {what}: give a name that ends in .png or .svg")
     if arguments.name is not None:
         _check_page(arguments.name, catalog.family(arguments.name).copies)
     from megatron_zb.drawing import html_page
@@ -317,7 +326,8 @@ def export(arguments: argparse.Namespace) -> None:
         )
     for name in _OF_UNITS:
         if arguments.format == "csv" and getattr(arguments, name) is not None:
-            raise UsageError(f"a csv table of torch has no {name}: give --format chrome-trace")
+            what = name.replace("_", " ")
+            raise UsageError(f"a csv table of torch has no {what}: give --format chrome-trace")
     timeline = _timeline(arguments)
     if arguments.format == "csv":
         text = interchange.to_csv(timeline.schedule)
@@ -434,7 +444,9 @@ def _built(arguments: argparse.Namespace) -> schedules.Timeline:
     extension = extension_of(arguments.name)
     for name in () if extension is None else _OF_UNITS:
         if getattr(arguments, name) is not None:
-            raise UsageError(f"{arguments.name} has no {name}: leave --{name} out")
+            raise UsageError(
+                f"{arguments.name} has no {name.replace('_', ' ')}: leave {flag_of(name)} out"
+            )
     adapters = _adapters(arguments)
     if extension is not None:
         return extension.timeline(arguments)
@@ -455,6 +467,7 @@ def _built(arguments: argparse.Namespace) -> schedules.Timeline:
         slices=slicing,
         adapters=adapters,
         second_model=_second_model(arguments),
+        update_delay=arguments.update_delay or 0,
         **{name: getattr(arguments, name) for name in _CHOICES},
     )
     return schedules.simulate(schedule, costs)

@@ -28,6 +28,7 @@ FLAGS = {
     "adapter_steps": "3",
     "encoder": "0.1",
     "reference": "0.5",
+    "update_delay": "1",
     "forward": "1.5",
     "backward": "1.25",
     "weight": "0.5",
