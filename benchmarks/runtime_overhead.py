@@ -21,6 +21,8 @@ With --encoder, an encoder runs on every rank for its part of the microbatches, 
 the layers of a frozen teacher lie on all ranks. Either is given by the forward of a microbatch, as
 a share of F on each rank.
 
+With --update-delay, four steps run in a row, and the pipeline is not drained between them.
+
 With --watchdog it compares something else: steps that a watchdog and its progress observer look at
 with steps that nobody looks at, in pairs, one after the other. The ratio of a pair is what they
 cost; the JSON line has the median, the quartiles around it, and what a look into the store and a
@@ -55,6 +57,7 @@ from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
 from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.units import Updates
 from megatron_zb.train.synthetic_steps import SyntheticSteps, join
 
 MOST = 1.005
@@ -63,7 +66,7 @@ MOST_OF_ANY, MOST_OF_MEDIAN = 1.04, 1.02
 """What a step may take of the simulated one: under any schedule, and in the median of them."""
 _TIMEOUT = 540.0  # seconds: the default of --pipeline-timeout
 _CALLS = 20_000  # to time one by itself
-_UPDATE = 0.0005  # seconds of an adapter's update on a rank
+_UPDATE = 0.0005  # seconds of an update on a rank
 
 
 def main() -> int:
@@ -121,6 +124,11 @@ def _arguments() -> argparse.Namespace:
         help="in place of --microbatches: C adapters, M microbatches of a step, S steps, and an "
         "update of half a millisecond",
     )
+    parser.add_argument(
+        "--update-delay",
+        action="store_true",
+        help="four steps in a row whose updates come one step late, each of half a millisecond",
+    )
     second = parser.add_mutually_exclusive_group()
     second.add_argument(
         "--encoder", type=float, metavar="SHARE", help="of F; its backward takes twice as long"
@@ -163,6 +171,8 @@ def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, re
         costs = costs.having(Communication(forward=exchange, backward=exchange))
     if args.recompute is not None:
         costs = costs.having(Recomputation(kept_input=args.recompute))
+    if args.update_delay:
+        costs = costs.having(Updates(_UPDATE))
     if args.offload is not None:
         costs = costs.having(Offload(seconds=args.offload * (forward + backward + weight)))
     results: dict[str, Any] = {}
@@ -198,6 +208,8 @@ def _built_once(
             memory_limit=args.memory_limit,
             adapters=_adapters(args) if args.adapters else None,
             second_model=_second_model(args),
+            update_delay=int(args.update_delay),
+            update_seconds=_UPDATE if args.update_delay else 0.0,
         )
     dist.broadcast_object_list(found)
     schedule: schedules.Schedule = found[0]
@@ -280,6 +292,7 @@ def _report(
                 "adapters": args.adapters,
                 "encoder": args.encoder,
                 "reference": args.reference,
+                "update_delay": args.update_delay,
                 "ranks": args.ranks,
                 "microbatches": args.microbatches,
                 **provenance.of_this_run(),

@@ -35,6 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
+from small_gpt import SmallGPT, add_sizes
 
 from megatron_zb.train.synthetic_steps import join
 
@@ -140,126 +141,34 @@ class _Training:
     """
 
     def __init__(self, args: argparse.Namespace, name: str, share: float | None) -> None:
-        from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter, ScheduleSettings
         from megatron_zb.megatron_core.frozen_model import FrozenModel
         from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
-        from megatron_zb.schedules.layout import Layers
 
         self._args = args
         second = None if share is None else SecondModel(SecondRole.TEACHER, share)
-        sizes = JobSizes(
-            pipeline_size=args.ranks,
-            num_microbatches=args.microbatches,
-            layers=Layers(args.layers),
-            second_model=second,
-        )
-        self.adapter = PipelineAdapter.create(ScheduleSettings(pipeline_schedule=name), sizes)
-        self._enter_groups()
-        self._chunks = [self._chunk(stage) for stage in range(self.adapter.chunks)]
-        self.adapter.prepare_model(self._chunks)
+        self._gpt = SmallGPT(args, name, sizes={"second_model": second})
+        self.adapter, self.enter = self._gpt.adapter, self._gpt.enter
         self._teacher = self._teacher_chunk()
         self._of_step: Callable[[], torch.Tensor | None]
         if second is not None:
             teacher = self.adapter.teach_with(FrozenModel(self._teacher, self._hidden_or_logits))
             self._of_step = lambda: teacher.output
         self._beside = second is not None
-        self._tokens = torch.randint(
-            args.vocabulary,
-            (1, args.sequence),
-            generator=torch.Generator().manual_seed(1),
-        )
-        self._positions = torch.arange(args.sequence).expand(1, -1)
-        self._causal = torch.ones(1, 1, args.sequence, args.sequence, dtype=torch.bool).triu(1)
-
-    # --- the models
-
-    def _enter_groups(self) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-        parallel_state.destroy_model_parallel()
-        choose = self.adapter.embedding_ranks
-        more: dict[str, Any] = {}
-        if choose is not None:
-            more["get_embedding_ranks"] = lambda ranks, _=None: choose(ranks)
-        parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=self._args.ranks,
-            virtual_pipeline_model_parallel_size=self.adapter.virtual_pipeline_size,
-            create_gloo_process_groups=False,
-            **more,
-        )
-        model_parallel_cuda_manual_seed(1)
-        self._state = dict(vars(parallel_state))
-
-    def enter(self) -> None:
-        """Return to the process groups of this training."""
-        from megatron.core import parallel_state
-
-        vars(parallel_state).update(self._state)
-
-    def _chunk(self, vp_stage: int) -> Any:
-        from megatron.core import parallel_state
-
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        config = self._config(
-            self._args.layers,
-            virtual_pipeline_model_parallel_size=self.adapter.virtual_pipeline_size,
-            pipeline_model_parallel_layout=self.adapter.layer_layout,
-        )
-        return self._model(
-            config,
-            pre_process=self.adapter.pre_process(rank, vp_stage),
-            post_process=self.adapter.post_process(rank, vp_stage),
-            vp_stage=vp_stage if self.adapter.chunks > 1 else None,
-        )
 
     def _teacher_chunk(self) -> Any:
         rank = dist.get_rank()
-        chunk = self._model(
-            self._config(self._args.teacher_layers),
+        chunk = self._gpt.model(
+            self._gpt.config(self._args.teacher_layers),
             pre_process=rank == 0,
             post_process=rank == self._args.ranks - 1,
         )
         return chunk.requires_grad_(False).eval()
 
-    def _config(self, layers: int, **more: Any) -> Any:
-        from megatron.core.transformer.transformer_config import TransformerConfig
-
-        return TransformerConfig(
-            num_layers=layers,
-            hidden_size=self._args.hidden,
-            num_attention_heads=max(1, self._args.hidden // 64),
-            pipeline_model_parallel_size=self._args.ranks,
-            pipeline_dtype=torch.float32,
-            use_cpu_initialization=True,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            masked_softmax_fusion=False,
-            bias_dropout_fusion=False,
-            persist_layer_norm=False,
-            **more,
-        )
-
-    def _model(self, config: Any, **ends: Any) -> Any:
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-        torch.manual_seed(1)  # the same layers in both trainings
-        args = self._args
-        return GPTModel(
-            config,
-            get_gpt_layer_local_spec(),
-            args.vocabulary,
-            args.sequence,
-            share_embeddings_and_output_weights=False,
-            **ends,
-        )
-
     # --- a step
 
     def step(self) -> list[float]:
         """Run a step with the teacher; return its losses, which one rank has."""
-        for chunk in self._chunks:
+        for chunk in self._gpt.chunks:
             chunk.zero_grad(set_to_none=True)
         if not self._beside:
             kept = iter(self.teach())
@@ -268,27 +177,18 @@ class _Training:
 
     def train_alone(self) -> None:
         """Run a step in which the student learns from itself, so that nobody teaches."""
-        for chunk in self._chunks:
+        for chunk in self._gpt.chunks:
             chunk.zero_grad(set_to_none=True)
         logits = torch.zeros(1, self._args.sequence, self._args.vocabulary)
         self._of_step = lambda: logits
         self._train()
 
     def _train(self) -> list[float]:
-        many = len(self._chunks) > 1
-        records = self.adapter.forward_backward_func(
-            forward_step_func=self._student,
-            data_iterator=[repeat(None)] * len(self._chunks) if many else repeat(None),
-            model=self._chunks if many else self._chunks[0],
-            num_microbatches=self._args.microbatches,
-            seq_length=self._args.sequence,
-            micro_batch_size=1,
-        )
-        return [float(it["loss"]) for it in records]
+        return self._gpt.run(self._student)
 
     def _student(self, iterator: Iterator[None], model: Any) -> tuple[torch.Tensor, Any]:
         next(iterator)
-        return model(self._tokens, self._positions, self._causal), self._divergence
+        return model(self._gpt.tokens, self._gpt.positions, self._gpt.causal), self._divergence
 
     def _divergence(self, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         teacher = self._of_step()
@@ -300,7 +200,7 @@ class _Training:
 
     def _hidden_or_logits(self, iterator: Iterator[None], chunk: Any) -> torch.Tensor:
         next(iterator)
-        output: torch.Tensor = chunk(self._tokens, self._positions, self._causal)
+        output: torch.Tensor = chunk(self._gpt.tokens, self._gpt.positions, self._gpt.causal)
         return output
 
     def teach(self) -> list[torch.Tensor]:
@@ -336,13 +236,8 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "v-half"], metavar="NAME")
-    parser.add_argument("--ranks", type=int, default=2, help="pipeline ranks (default 2)")
-    parser.add_argument("--microbatches", type=int, default=8, help="of a step (default 8)")
-    parser.add_argument("--layers", type=int, default=8, help="of the student (default 8)")
+    add_sizes(parser)
     parser.add_argument("--teacher-layers", type=int, default=8, help="of the teacher (default 8)")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size (default 256)")
-    parser.add_argument("--sequence", type=int, default=256, help="tokens (default 256)")
-    parser.add_argument("--vocabulary", type=int, default=512, help="words (default 512)")
     parser.add_argument("--steps", type=int, default=4, help="of a turn (default 4)")
     parser.add_argument("--turns", type=int, default=3, help="of both orders (default 3)")
     return parser.parse_args()
