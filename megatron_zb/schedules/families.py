@@ -473,14 +473,15 @@ def _v(
 def repeating_orders(name: str, request: Request) -> list[Schedule]:
     """Return orders that repeat in the middle of a long step, in the memory of a schedule.
 
-    They are those of its building blocks with their W. There they are as fast as their ranks work,
-    while at the ends of the step W fills nothing. Schedules that only a search finds have none.
+    They are those of its building blocks with their W, its own first. There they are as fast as
+    their ranks work, while at the ends of the step W fills nothing. Schedules that only a search
+    finds have none.
     """
     p, m = request.pipeline_size, request.num_microbatches
     if name == "interleaved":
         return [interleaved(request)]
-    offsets = (v_min_offsets, v_half_offsets, v_zb_offsets)
-    of_v = {"v-min": offsets[:1], "v-half": offsets[:2], "v-zb": offsets, "auto": offsets}
+    offsets = (v_zb_offsets, v_half_offsets, v_min_offsets)
+    of_v = {"v-min": offsets[2:], "v-half": offsets[1:], "v-zb": offsets, "auto": offsets}
     blocks = [v_block(p, each) for each in of_v.get(name, ())]
     if name in ("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "auto"):
         blocks.append(one_f_one_b_block(p))

@@ -310,17 +310,21 @@ def with_delay(
 ) -> Schedule:
     """Return the fastest schedule of groups whose updates come one step late, with its report.
 
+    Of several as fast it is the first, even if others hold less memory: costs are never quite those
+    that it is built for, and a schedule's own order is made for its memory.
+
     Args:
         name: of the schedule.
         request: for a group.
-        orders: schedules of :data:`BUILT` groups as one long step, one of which is cut into groups.
+        orders: schedules of :data:`BUILT` groups as one long step, one of which is cut into groups,
+            the one to prefer first.
         most: returns the memory that each rank may hold on a placement.
 
     Raises:
         LimitTooSmall: none keeps the memory that a rank may hold.
         UsageError: a group has too few microbatches for this schedule.
     """
-    found, refused = list[tuple[float, float, Schedule]](), list[LimitTooSmall]()
+    found, refused = list[tuple[float, Schedule]](), list[LimitTooSmall]()
     for order in orders:
         schedule = _cut(replace(order, name=name), request)
         if schedule is None:
@@ -333,9 +337,9 @@ def with_delay(
             continue
         assert schedule.report is not None
         assert schedule.report.period is not None
-        found.append((round(schedule.report.period, 9), max(peaks), schedule))
+        found.append((round(schedule.report.period, 9), schedule))
     if found:
-        return min(found, key=lambda entry: entry[:2])[2]
+        return min(found, key=lambda entry: entry[0])[1]
     if refused:
         raise least_refused(list(refused))
     raise _too_few(name, request.num_microbatches)
