@@ -60,6 +60,7 @@ from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.second_model import SecondModel
+from megatron_zb.schedules.features.update_delay import DelayedRules
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.request import Limit
@@ -229,7 +230,16 @@ class PipelineAdapter:
 
     @cached_property
     def forward_backward_func(self) -> ForwardBackward:
-        """Replacement of Megatron's ``forward_backward_func``, with the options given until now."""
+        """Replacement of Megatron's ``forward_backward_func``, with the options given until now.
+
+        Raises:
+            UsageError: the schedule is for late updates, and nobody makes them.
+        """
+        if isinstance(self.schedule.rules, DelayedRules) and DelayedPart not in self._parts:
+            raise UsageError(
+                f"{self.schedule.name}: the schedule was built for updates that come one step "
+                "late: call delay_updates first, or leave pipeline_update_delay out"
+            )
         if self.current.splits_backward:
             self._add(UnsplitLayers(self._splits, self.current.count_unsplit))
         parts = self._parts.in_order()

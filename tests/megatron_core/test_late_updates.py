@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import scheduled
 from brief_searches import briefly
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from megatron.core import parallel_state
@@ -17,8 +18,10 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from model_options import EXPERTS, options
 from ranks import RankPools
 
+from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.late_updates import DelayedPart
 from megatron_zb.megatron_core.random_streams import global_parameters
+from megatron_zb.schedules.layout import Layers
 
 M = 4
 FP32 = GPTCase(layers=8)
@@ -322,6 +325,20 @@ def strengths() -> tuple[float, float]:
 
 def test_muon_has_error_feedback_by_default(ranks: RankPools) -> None:
     assert ranks(2).run(strengths) == [(0.0, 1.0)] * 2
+
+
+def test_a_schedule_for_late_updates_needs_an_optimizer() -> None:
+    adapter = scheduled(
+        "v-half", pipeline_size=2, num_microbatches=M, layers=Layers(8), pipeline_update_delay=1
+    )
+    with pytest.raises(UsageError, match="call delay_updates first"):
+        _ = adapter.forward_backward_func
+
+
+def test_a_delay_needs_a_schedule_for_it() -> None:
+    adapter = scheduled("v-half", pipeline_size=2, num_microbatches=M, layers=Layers(8))
+    with pytest.raises(UsageError, match="the schedule was built without an update delay"):
+        adapter.delay_updates(None, None, [])
 
 
 @pytest.mark.slow
