@@ -148,7 +148,7 @@ class Text:
         return torch.stack(rows).long()
 
 
-# --- the model, as layers in a row
+# --- the model, as a sequence of layers
 
 
 class Embedding(nn.Module):
@@ -217,7 +217,7 @@ def layers_of(run: dict[str, Any]) -> list[nn.Module]:
 
 
 def stages_of(layers: Sequence[nn.Module], stages: int) -> list[list[nn.Module]]:
-    """Split layers in a row into stages of about as many each."""
+    """Split consecutive layers into stages of about equal numbers of layers."""
     cuts = [round(len(layers) * stage / stages) for stage in range(stages + 1)]
     return [list(layers[start:end]) for start, end in pairwise(cuts)]
 
@@ -292,7 +292,7 @@ def optimizers_of(
 
     Args:
         run: settings.
-        layers: in a row.
+        layers: in model order.
         newest: the weights to step, by stage, in the order of those of the layers.
     """
     rate = run["learning_rate"]

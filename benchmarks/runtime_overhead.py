@@ -21,7 +21,7 @@ With --encoder, an encoder runs on every rank for its part of the microbatches, 
 the layers of a frozen teacher lie on all ranks. Either is given by the forward of a microbatch, as
 a share of F on each rank.
 
-With --update-delay, four steps run in a row, and the pipeline is not drained between them.
+With --update-delay, four consecutive steps run, and the pipeline is not drained between them.
 
 With --watchdog it compares something else: steps that a watchdog and its progress observer look at
 with steps that nobody looks at, in pairs, one after the other. The ratio of a pair is what they
@@ -127,7 +127,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--update-delay",
         action="store_true",
-        help="four steps in a row whose updates come one step late, each of half a millisecond",
+        help="four consecutive steps whose updates come one step late, each of half a millisecond",
     )
     second = parser.add_mutually_exclusive_group()
     second.add_argument(

@@ -193,7 +193,7 @@ _MAY_USE: dict[str, dict[str, Any]] = {
     "update_delay": {
         "type": int,
         "choices": (1,),
-        "help": "updates of the optimizer come one step late; draws four steps in a row",
+        "help": "updates of the optimizer come one step late; draws four consecutive steps",
     },
     "attention": {
         "type": seconds,

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,7 +46,7 @@ from megatron_zb.runtime.executor import TRAINING, Execution, Handler
 from megatron_zb.runtime.update_rules import ErrorFeedback, PlainUpdate, UpdateRule
 from megatron_zb.runtime.weight_banks import WeightBanks
 from megatron_zb.schedules.call_programs import Call, CallPrograms
-from megatron_zb.schedules.lowering import Program
+from megatron_zb.schedules.lowering import Instruction, Program, Send
 from megatron_zb.schedules.passes import Message, PassKind
 
 _SERVED = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
@@ -329,6 +329,11 @@ class DelayedPart(StepPart):
         programs: of the calls.
         updates: the optimizer.
         may_read_ahead: returns whether the step that begins may read data of the next one.
+        reduces_last: reduce the gradients at the update, which ends the call on every rank: for
+            reductions in which several ranks of the pipeline take part.
+
+    Raises:
+        UsageError: updates do not end the calls, and have to.
     """
 
     fact = "updates_late"
@@ -338,8 +343,16 @@ class DelayedPart(StepPart):
         programs: CallPrograms,
         updates: LateUpdates,
         may_read_ahead: Callable[[], bool],
+        *,
+        reduces_last: bool = False,
     ) -> None:
+        if reduces_last and programs.reads_ahead:
+            raise UsageError(
+                "late updates of tied embeddings on two ranks need steps that begin one after "
+                "another: use 1f1b, zb-h1 or a V schedule such as v-half"
+            )
         self._programs, self._updates, self._may_read_ahead = programs, updates, may_read_ahead
+        self._reduces_last = reduces_last
         self._begun: dict[int, _Begun] = {}
         self._here: dict[Message, torch.Tensor | None] = {}
         self._complete: list[int] = []
@@ -347,6 +360,7 @@ class DelayedPart(StepPart):
         self._next = 0
         self._is_open = False
         self._drains = False
+        self._has_dropped = False
 
     def before_step(self, step: Step) -> None:
         """Choose the call; an evaluation begins when nothing is under way.
@@ -357,6 +371,11 @@ class DelayedPart(StepPart):
         if step.forward_only:
             self.drain()
             return
+        if self._has_dropped:
+            raise UsageError(
+                "microbatches of this step were read ahead, and dropped by a checkpoint that "
+                "may_read_ahead had not announced: load that checkpoint to go on"
+            )
         self._check(step)
         step.reduces = False  # each update reduces its own gradients
         self._call = Call(
@@ -372,6 +391,8 @@ class DelayedPart(StepPart):
         names += ["calculate_per_token_loss"] if step.config.calculate_per_token_loss else []
         settings = ("moe_router_enable_expert_bias", "mtp_num_layers")
         names += [name for name in settings if getattr(step.config, name, None)]
+        balancing = getattr(step.config, "moe_router_load_balancing_type", None) or ""
+        names += ["global_aux_loss"] if "global_aux_loss" in balancing else []
         names += ["unequal microbatches"] if step.lengths is not None or step.shapes_vary else []
         names += ["CUDA graphs"] if step.captured else []
         if names:
@@ -456,16 +477,26 @@ class DelayedPart(StepPart):
         )
         streams = next((it.streams for it in passes.stages.values()), None)
         number = None if streams is None else streams.step
-        execution.run(program.ranks[step.logical])
-        self._reduce_complete()
+        execution.run(self._with_reductions(program.ranks[step.logical]))
         if streams is not None:
             streams.start_step(number)
+
+    def _with_reductions(self, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+        """Yield the instructions of a rank, and reduce gradients as soon as they are complete.
+
+        That is behind the last W of a group, and behind the message of that pass, but in front of
+        all that waits: an update of another rank may wait for this one.
+        """
+        for at in instructions:
+            if not (self._reduces_last or isinstance(at, Send)):
+                self._reduce_complete()
+            yield at
+        self._reduce_complete()
 
     def _run_pass(
         self, kind: PassKind, handler: Handler, stage: int, unit: int, *received: Any
     ) -> torch.Tensor | None:
         """Run a pass on the stage of its group, with the weights of its group."""
-        self._reduce_complete()
         group, microbatch = divmod(unit, self._programs.group)
         begun = self._begun[group]
         own = begun.stages[stage]
@@ -522,10 +553,12 @@ class DelayedPart(StepPart):
     def restart(self) -> None:
         """Drain, and begin anew from the newest weights, as a training that loads them does.
 
-        Collective over the job. The call before has to be one that may not read ahead, or the
-        training has to end: what has been read for the next group is dropped.
+        Collective over the job. The call before has to be one that may not read ahead. Otherwise
+        what has been read for the next group is dropped, and the training has to end: another step
+        is refused.
         """
         self.drain()
+        self._has_dropped = bool(self._begun)
         self._begun.clear()
         self._here.clear()
         self._updates.forget()

@@ -28,7 +28,7 @@ from megatron_zb.schedules.lowering import (
     check_progress,
     lower,
 )
-from megatron_zb.schedules.passes import Message
+from megatron_zb.schedules.passes import Message, PassKind
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
 
@@ -56,7 +56,7 @@ class CallPrograms:
     """Programs of calls and drains, in which units count through all groups of a training.
 
     Args:
-        schedule: of groups in a row, see :mod:`update_delay`.
+        schedule: of consecutive groups, see :mod:`update_delay`.
         costs: for which it was built; equal ones if left out.
 
     Raises:
@@ -66,12 +66,12 @@ class CallPrograms:
     def __init__(self, schedule: Schedule, costs: Costs | None = None) -> None:
         self.calls: Calls = calls_of(schedule)
         self._group = self.calls.group
-        in_a_row = self.calls.in_a_row(schedule.name, GROUPS)
-        timeline = None if costs is None else simulate(in_a_row, costs)
-        whole = lower(in_a_row, timeline)
-        self._schedule, self._slots = in_a_row, whole.send_slots
+        several = self.calls.consecutive(schedule.name, GROUPS)
+        timeline = None if costs is None else simulate(several, costs)
+        whole = lower(several, timeline)
+        self._schedule, self._slots = several, whole.send_slots
         self._ranks = _of_call(whole, self.calls)
-        check_progress(self._in_a_row())
+        check_progress(self._example())
 
     @property
     def group(self) -> int:
@@ -138,7 +138,7 @@ class CallPrograms:
         """Return whether an instruction takes a message that a drain has taken."""
         return _shifted(at, (1 - call) * self._group) in taken
 
-    def _in_a_row(self) -> Program:
+    def _example(self) -> Program:
         """Return some calls, a drain between two of them and one at the end, for the proof."""
         ahead = self.reads_ahead
         first = Call(0, follows=False, has_begun=False, reads_ahead=ahead)
@@ -159,6 +159,8 @@ def _of_call(whole: Program, calls: Calls) -> list[tuple[Instruction, ...]]:
     2. A message is received in the call in which it is sent: where it stands if that is in this
        call, else at the end, or at the beginning.
     3. It is taken where it is needed, in this call or a later one.
+    4. An update at the end stands behind all receives: it waits for passes of other ranks, and
+       these may wait for a receive.
     """
     middle = GROUPS // 2
     call_of: dict[Message, int] = {}
@@ -180,12 +182,15 @@ def _of_call(whole: Program, calls: Calls) -> list[tuple[Instruction, ...]]:
                 of = here if call == middle else last if call > middle else first
             if of is not None:
                 of.append(_shifted(at, shift))
-        found.append((*first, *here, *last))
+        updates: list[Instruction] = []
+        while here and isinstance(here[-1], Run) and here[-1].work.kind is PassKind.U:
+            updates.insert(0, here.pop())
+        found.append((*first, *here, *last, *updates))
     return found
 
 
 def _ends(calls: Calls, rank: int) -> list[int]:
-    """Return the number of passes of a rank until the end of each call of groups in a row."""
+    """Return the number of passes of a rank until the end of each of several consecutive calls."""
     begun = len(calls.some({_NEXT})[rank])
     rest, whole = len(calls.some({_BEFORE})[rank]), len(calls.ranks[rank])
     return [begun + whole * call - rest for call in range(1, GROUPS)]
@@ -210,7 +215,7 @@ def _unit_of(at: Instruction) -> int:
     if isinstance(at, Run):
         return at.work.microbatch
     if isinstance(at, RunPair):
-        raise TypeError("groups in a row have no pairs")
+        raise TypeError("consecutive groups have no pairs")
     return at.message.microbatch
 
 
@@ -221,7 +226,7 @@ def _shifted(at: Instruction, units: int) -> Instruction:
         makes = None if at.makes is None else _later(at.makes, units)
         return Run(work, tuple(_later(it, units) for it in at.reads), makes, at.makes_local)
     if isinstance(at, RunPair):
-        raise TypeError("groups in a row have no pairs")
+        raise TypeError("consecutive groups have no pairs")
     return type(at)(at.channel, _later(at.message, units))
 
 

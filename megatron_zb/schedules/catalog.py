@@ -437,8 +437,8 @@ def build(
         second_model: an encoder or a teacher that runs beside the trained model; its microbatches
             are further units (:mod:`second_model`).
         update_delay: steps by which the update of a step comes late, 0 or 1; with 1 the schedule
-            has several steps in a row with no flush between them, and its report the ``period`` of
-            one (:mod:`update_delay`).
+            has several consecutive steps with no flush between them, and its report has the
+            ``period`` of one (:mod:`update_delay`).
         update_seconds: seconds of an update on a rank, with ``update_delay``.
 
     Returns:
@@ -624,7 +624,7 @@ def _check_placement(
 
 
 def _with_delay(chosen: Family, request: Request) -> Schedule:
-    """Build a schedule of steps in a row whose updates come one step late.
+    """Build a schedule of consecutive steps whose updates come one step late.
 
     Raises:
         UsageError: no order of it repeats, a step has too few microbatches, or the limit is too

@@ -145,7 +145,7 @@ def check_progress(program: Program) -> None:
 
 def _wait_in_words(schedule: Schedule, at: Instruction) -> str:
     if isinstance(at, Run | RunPair):
-        return f"to run {at.work} with the other ranks of its stage"
+        return f"to run {at.work}, for which others are not ready"
     message, (source, target) = at.message, at.channel
     what = f"{schedule.rules.message_in_words(schedule.placement, message)},"
     if isinstance(at, Send):
@@ -256,7 +256,9 @@ def unfinished(program: Program) -> dict[int, Instruction]:
     together waits for all of them. No choice depends on time, so this one replay is the proof.
     """
     schedule, position = program.schedule, [0] * len(program.ranks)
+    graph = schedule.graph
     received: set[tuple[int, Message]] = set()
+    has_run: set[int] = set()
 
     def at(rank: int) -> Instruction | None:
         instructions = program.ranks[rank]
@@ -267,6 +269,12 @@ def unfinished(program: Program) -> dict[int, Instruction]:
         here = at(rank)
         if isinstance(here, RunPair):
             return (rank,)
+        if isinstance(here, Run) and graph.more:
+            code = graph.code_of(here.work, rank)
+            if any(other not in has_run for other in graph.others(code)):
+                return ()
+            roles = graph.roles[code // graph.units]
+            has_run.update(role * graph.units + here.work.microbatch for role in roles)
         if isinstance(here, Run):
             met = schedule.rules.together(schedule.placement, rank, here.work)
             return met if all(at(other) == here for other in met) else ()
@@ -289,6 +297,8 @@ def unfinished(program: Program) -> dict[int, Instruction]:
             runnable.update(moved)
             for other in moved:
                 position[other] += 1
+            if graph.more:  # a pass may be waited for without a message
+                runnable.update(range(len(position)))
     return {rank: here for rank in range(len(position)) if (here := at(rank)) is not None}
 
 

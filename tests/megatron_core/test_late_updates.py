@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.late_updates import DelayedPart
 from megatron_zb.megatron_core.random_streams import global_parameters
 from megatron_zb.schedules.layout import Layers
+from megatron_zb.schedules.lowering import Send, WaitReceive
+from megatron_zb.schedules.passes import Channel, Message
 
 M = 4
 FP32 = GPTCase(layers=8)
@@ -325,6 +328,37 @@ def strengths() -> tuple[float, float]:
 
 def test_muon_has_error_feedback_by_default(ranks: RankPools) -> None:
     assert ranks(2).run(strengths) == [(0.0, 1.0)] * 2
+
+
+def test_gradients_are_reduced_behind_a_message_and_before_a_wait() -> None:
+    """Another rank may wait for the reduction before it sends what this one waits for."""
+    channel, message = Channel(0, 1), Message(True, 0, 0)
+    instructions = (Send(channel, message), WaitReceive(channel, message))
+    done: list[Any] = []
+    part = SimpleNamespace(_reduces_last=False, _reduce_complete=lambda: done.append("reduced"))
+    for at in DelayedPart._with_reductions(cast(DelayedPart, part), instructions):
+        done.append(type(at))
+    assert done == [Send, "reduced", WaitReceive, "reduced"]
+
+
+def dropped() -> str:
+    """What a step says behind a restart that has dropped microbatches read ahead."""
+    training = Training(FP32, "v-half")
+    with briefly(), built(replace(FP32, update_delay=1), "v-half", M) as (adapter, chunks):
+        assert adapter is not None
+        optimizer, scheduler = optimizer_of(training, chunks)
+        part = adapter.delay_updates(optimizer, scheduler, chunks)
+        data = [batches(training, 0, 3) for _ in chunks]
+        forward_backward(adapter.forward_backward_func, chunks, data, M)
+        part.restart()
+        with pytest.raises(UsageError) as error:
+            forward_backward(adapter.forward_backward_func, chunks, data, M)
+        return str(error.value)
+
+
+def test_no_step_follows_where_microbatches_have_been_dropped(ranks: RankPools) -> None:
+    for said in ranks(4).run(dropped):
+        assert said.startswith("microbatches of this step were read ahead, and dropped")
 
 
 def test_a_schedule_for_late_updates_needs_an_optimizer() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
@@ -24,6 +24,7 @@ from megatron_zb.schedules.lowering import (
     check_progress,
 )
 from megatron_zb.schedules.passes import Message, Pass, PassKind
+from megatron_zb.schedules.schedule import InvalidSchedule
 
 F, B, W, BW, U = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.U
 
@@ -105,7 +106,10 @@ class Training:
     def whole(self) -> Program:
         ranks = zip(*(part.ranks for part in self.parts), strict=True)
         joined = tuple(tuple(at for part in rank for at in part) for rank in ranks)
-        return Program(self.parts[0].schedule, joined, self.parts[0].send_slots)
+        units = [at.work.microbatch for rank in joined for at in rank if isinstance(at, Run)]
+        calls = self.programs.calls
+        schedule = calls.consecutive("several calls", max(units) // calls.group + 1)
+        return Program(schedule, joined, self.parts[0].send_slots)
 
     def runs(self) -> list[list[Pass]]:
         return [[at.work for at in rank if isinstance(at, Run)] for rank in self.whole().ranks]
@@ -148,7 +152,7 @@ def check(training: Training) -> None:
 def check_passes(training: Training) -> None:
     """Every pass of every group runs once, and those of one group in the order of the schedule."""
     programs, m = training.programs, training.programs.group
-    expected = programs.calls.in_a_row("in a row", training.groups)
+    expected = programs.calls.consecutive("in a row", training.groups)
     for found, given in zip(training.runs(), expected.ranks, strict=True):
         assert sorted(found) == sorted(given)
         for group in range(training.groups):
@@ -260,7 +264,7 @@ def test_calls_in_turn_are_the_schedule(name: str, p: int, m: int) -> None:
     programs = programs_of(name, p, m)
     training = in_turn(programs, 5)
     check(training)
-    expected = programs.calls.in_a_row("in a row", 5)
+    expected = programs.calls.consecutive("in a row", 5)
     assert [tuple(rank) for rank in training.runs()] == [*expected.ranks]
 
 
@@ -405,3 +409,15 @@ def test_some_schedules_read_nothing_ahead() -> None:
 def test_a_schedule_without_a_delay_has_no_calls() -> None:
     with pytest.raises(UsageError, match="1f1b: the schedule was built without an update delay"):
         CallPrograms(build("1f1b", pipeline_size=2, num_microbatches=4))
+
+
+def test_the_proof_knows_what_an_update_waits_for() -> None:
+    """It has no message from the ranks whose W it waits for."""
+    programs = programs_of("1f1b", 2, 4)
+    whole = in_turn(programs, 3).whole()
+    check_progress(whole)
+    first, *others = whole.ranks
+    updates = tuple(at for at in first if isinstance(at, Run) and at.work.kind is PassKind.U)
+    early = (*updates[:1], *(at for at in first if at is not updates[0]))
+    with pytest.raises(InvalidSchedule, match="rank 0 to run 0U0"):
+        check_progress(replace(whole, ranks=(early, *others)))

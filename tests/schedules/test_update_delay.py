@@ -345,16 +345,16 @@ def test_some_passes_of_a_call() -> None:
     assert not replace(HAND, ranks=tuple(map(tuple, HAND.some({0, 1})))).reads_ahead
 
 
-def test_calls_in_a_row() -> None:
+def test_consecutive_calls() -> None:
     """What has begun in no call before stands first; the last one reads nothing ahead."""
-    found = HAND.in_a_row("by hand", 3)
+    found = HAND.consecutive("by hand", 3)
     assert found.num_microbatches == 6 and found.name == "by hand"
     assert found.rules == DelayedRules.of(3, 2)
     assert found.ranks == (
         passes_of("0F0 0F1 0F2 0BW0 0F3 0BW1 0U0 0F4 0BW2 0F5 0BW3 0U2 0BW4 0BW5 0U4"),
         passes_of("1F0 1F1 1BW0 1F2 1BW1 1F3 1U0 1BW2 1F4 1BW3 1F5 1U2 1BW4 1BW5 1U4"),
     )
-    assert len(HAND.in_a_row("by hand", 1).ranks[1]) == 5
+    assert len(HAND.consecutive("by hand", 1).ranks[1]) == 5
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -362,9 +362,9 @@ def test_calls_are_found_again_in_their_row(name: str) -> None:
     schedule = late(name)
     calls = calls_of(schedule)
     assert calls.group == 8 and calls.placement == schedule.placement
-    assert calls.in_a_row(schedule.name, 4).ranks == schedule.ranks
+    assert calls.consecutive(schedule.name, 4).ranks == schedule.ranks
     for groups in (4, 5, 8):
-        again = calls.in_a_row(schedule.name, groups).validate()
+        again = calls.consecutive(schedule.name, groups).validate()
         check_complete(again, 8)
         check_weights(again, 8)
         assert calls_of(again) == calls
@@ -426,7 +426,7 @@ def test_the_period_is_what_one_more_step_takes(name: str) -> None:
     calls = calls_of(schedule)
     costs = late_costs(costs_of(4))
     assert calls.period(name, costs) == pytest.approx(period_of(schedule))
-    ends = [simulate(calls.in_a_row(name, groups), costs).makespan for groups in (9, 10)]
+    ends = [simulate(calls.consecutive(name, groups), costs).makespan for groups in (9, 10)]
     assert ends[1] - ends[0] == pytest.approx(period_of(schedule))
     slower = late_costs(costs_of(4, (2.0, 2.0, 2.0)))
     assert calls.period(name, slower) == pytest.approx(2 * period_of(schedule) - UPDATE)

@@ -65,7 +65,7 @@ def check_delay(delay: int, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class DelayedRules(UnitRules):
-    """Rules of groups in a row, each of which waits for the update of the one but last before it.
+    """Rules of consecutive groups, each of which waits for the update two groups before.
 
     Args:
         group: microbatches of a group.
@@ -154,7 +154,7 @@ class Calls:
         """Whether a call runs passes of the next group."""
         return any(map(len, self.some({2})))
 
-    def in_a_row(self, name: str, groups: int) -> Schedule:
+    def consecutive(self, name: str, groups: int) -> Schedule:
         """Return the schedule of the first calls of a training, and of the drain behind them.
 
         1. The first group has begun in no call before: its passes from there stand first.
@@ -179,13 +179,14 @@ class Calls:
     def period(self, name: str, costs: Costs) -> float:
         """Return the seconds of a call among many, by simulation."""
         few, many = (
-            simulate(self.in_a_row(name, groups), costs).makespan for groups in (GROUPS, 2 * GROUPS)
+            simulate(self.consecutive(name, groups), costs).makespan
+            for groups in (GROUPS, 2 * GROUPS)
         )
         return (many - few) / GROUPS
 
 
 def calls_of(schedule: Schedule) -> Calls:
-    """Return the calls of groups in a row, from their order alone.
+    """Return the calls of consecutive groups, from their order alone.
 
     1. A call ends as early as the last F of its group and the last W of the group before allow: it
        has these and what they depend on, on any rank.
@@ -252,7 +253,7 @@ def _relative(
     """Yield the passes of a rank in the call of a group, with units as in :class:`Calls`.
 
     Args:
-        passes: of the rank, in groups in a row.
+        passes: of the rank, in consecutive groups.
         between: the first position of the call, and the first behind it.
         group: number of the group.
         microbatches: of a group.
@@ -350,7 +351,7 @@ def _cut(order: Schedule, request: Request) -> Schedule | None:
     group = request.num_microbatches
     try:
         calls = calls_of(_with_updates(order, group))
-        schedule = calls.in_a_row(order.name, GROUPS).validate()
+        schedule = calls.consecutive(order.name, GROUPS).validate()
         if calls_of(schedule) != calls:  # what other ranks would find in its table
             return None
         period = calls.period(order.name, request.costs)
@@ -372,10 +373,10 @@ def _with_updates(schedule: Schedule, group: int) -> Schedule:
 class _Updated:
     """The order of a rank with updates: each right before the first F that waits for it.
 
-    1. An F is held back while the rank has B to run of the group but last before it.
+    1. An F is held back while the rank has B to run of the group two before its own.
     2. What needs a pass that is held back, or comes later in its row, is held back as well.
-    3. In front of the first F of a group comes the update of the group but last before it. A W of
-       that group that has not run is brought forward.
+    3. In front of the first F of a group comes the update of the group two before. A W of that
+       group that has not run is brought forward.
     4. Updates that no F waits for come at the end.
     """
 
