@@ -256,9 +256,8 @@ def unfinished(program: Program) -> dict[int, Instruction]:
     together waits for all of them. No choice depends on time, so this one replay is the proof.
     """
     schedule, position = program.schedule, [0] * len(program.ranks)
-    graph = schedule.graph
+    has_run = _HasRun(schedule.graph)
     received: set[tuple[int, Message]] = set()
-    has_run: set[int] = set()
 
     def at(rank: int) -> Instruction | None:
         instructions = program.ranks[rank]
@@ -267,14 +266,10 @@ def unfinished(program: Program) -> dict[int, Instruction]:
     def moves(rank: int) -> tuple[int, ...]:
         """Return the ranks that get past their instruction together with this one, if it does."""
         here = at(rank)
+        if here is not None and not has_run.allows(rank, here):
+            return ()
         if isinstance(here, RunPair):
             return (rank,)
-        if isinstance(here, Run) and graph.more:
-            code = graph.code_of(here.work, rank)
-            if any(other not in has_run for other in graph.others(code)):
-                return ()
-            roles = graph.roles[code // graph.units]
-            has_run.update(role * graph.units + here.work.microbatch for role in roles)
         if isinstance(here, Run):
             met = schedule.rules.together(schedule.placement, rank, here.work)
             return met if all(at(other) == here for other in met) else ()
@@ -296,10 +291,36 @@ def unfinished(program: Program) -> dict[int, Instruction]:
         while moved := moves(rank):
             runnable.update(moved)
             for other in moved:
+                has_run.add(other, program.ranks[other][position[other]])
                 position[other] += 1
-            if graph.more:  # a pass may be waited for without a message
+            if has_run.is_awaited:
                 runnable.update(range(len(position)))
     return {rank: here for rank in range(len(position)) if (here := at(rank)) is not None}
+
+
+class _HasRun:
+    """Passes that have run, for those of other ranks that wait for them without a message."""
+
+    def __init__(self, graph: TaskGraph) -> None:
+        self._graph = graph
+        self._nodes: set[int] = set()
+        self.is_awaited = bool(graph.more)
+
+    def allows(self, rank: int, at: Instruction) -> bool:
+        """Return whether all that an instruction waits for on other ranks has run."""
+        if not self.is_awaited:
+            return True
+        codes = (self._graph.code_of(run.work, rank) for run in runs_of((at,)))
+        return all(self._nodes.issuperset(self._graph.others(code)) for code in codes)
+
+    def add(self, rank: int, at: Instruction) -> None:
+        """Add the passes of an instruction that a rank gets past: those whose roles it plays."""
+        if not self.is_awaited:
+            return
+        for run in runs_of((at,)):
+            row = self._graph.code_of(run.work, rank) // self._graph.units
+            for role in self._graph.roles[row]:
+                self._nodes.add(role * self._graph.units + run.work.microbatch)
 
 
 def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: float) -> float:
