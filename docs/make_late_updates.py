@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from make_schedules import replaced, table
 
-from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Costs, build, simulate
 
 DOCS = Path(__file__).resolve().parent
@@ -25,6 +24,8 @@ PAGE = DOCS / "late_updates.md"
 RESULTS = DOCS / "results" / "delayed_convergence.json"
 
 RANKS, UPDATE = 8, 0.1
+SLOW = 0.1
+"""Shares of a rank's work that a slow update and a slow reduction take."""
 MICROBATCHES = (8, 16, 32)
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "v-min", "v-half", "v-zb", "auto")
 
@@ -35,29 +36,35 @@ def periods_table() -> list[str]:
     for name in SCHEDULES:
         for m in MICROBATCHES:
             rows.append([f"`{name}`", m, *seconds_of(name, m)])
-    return table(("schedule", "microbatches", "flush", "late", "work", "peak"), rows)
+    headings = ("schedule", "microbatches", "flush", "late", "work", "slow, late", "slow, work")
+    return table((*headings, "peak"), rows)
 
 
 def seconds_of(name: str, m: int) -> Sequence[object]:
-    """Return the cells of a schedule: with a flush, late, the work of a rank, and the peak."""
-    costs = Costs.uniform(pipeline_size=RANKS, forward=1, backward=1, weight=1)
+    """Return the cells of a schedule.
+
+    With a flush, late, the work of a rank, both with a slow update and reduction, and the peak.
+    """
+    costs, work = Costs.uniform(pipeline_size=RANKS, forward=1, backward=1, weight=1), 3 * m
     flushed = build(name, pipeline_size=RANKS, num_microbatches=m, costs=costs)
     assert flushed.report is not None
     flush = f"{flushed.report.makespan + UPDATE:.1f}"
-    try:
-        late = build(
+    late, slow = (
+        build(
             name,
             pipeline_size=RANKS,
             num_microbatches=m,
             costs=costs,
             update_delay=1,
-            update_seconds=UPDATE,
+            update_seconds=update,
+            reduction_seconds=reduction,
         )
-    except UsageError:
-        return flush, "not possible", f"{3 * m + UPDATE:.1f}", ""
-    assert late.report is not None
+        for update, reduction in ((UPDATE, 0.0), (SLOW * work, SLOW * work))
+    )
+    assert late.report is not None and slow.report is not None
     peak = max(simulate(late, costs).peak_microbatches)
-    return flush, f"{late.report.period:.1f}", f"{3 * m + UPDATE:.1f}", f"{peak:g}"
+    seconds = late.report.period, work + UPDATE, slow.report.period, (1 + SLOW) * work
+    return flush, *(f"{it:.1f}" for it in seconds), f"{peak:g}"
 
 
 def convergence_table(results: dict[str, Any]) -> list[str]:

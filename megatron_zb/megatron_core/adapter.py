@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads as _finalize
-from megatron.core.utils import unwrap_model
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import OFFLOAD_FLAG, ScheduleSettings
@@ -420,13 +419,9 @@ class PipelineAdapter:
         Raises:
             UsageError: the schedule was built without a delay, or the optimizer is not served.
         """
-        is_tied = any(
-            getattr(unwrap_model(it), "share_embeddings_and_output_weights", False) for it in chunks
-        )
         programs = CallPrograms(self.schedule, self.costs)
         updates = LateUpdates(optimizer, scheduler, chunks, feedback)
-        on_two_ranks = is_tied and not self.physical.mirrored
-        part = DelayedPart(programs, updates, may_read_ahead, reduces_last=on_two_ranks)
+        part = DelayedPart(programs, updates, may_read_ahead)
         self._add(part)
         return part
 

@@ -7,11 +7,13 @@ not ended:
 
 1. When the last W of a group has run on a chunk, its gradients are put aside: the next W is of
    another group.
-2. When that is so on all chunks of a rank, the rank reduces them over the replicas, and starts the
-   sum of their squares over the model. It goes on with passes.
-3. At the update it waits for that sum, clips, and steps the optimizer on the newest weights.
-   No rank waits for another one that waits for it: the schedule has that edge.
-4. ``optimizer.step`` reports the update that the call has made, and ``zero_grad`` does nothing.
+2. When that is so on all chunks of a rank, the rank starts to reduce them over the replicas, and
+   goes on with passes.
+3. Where all ranks may meet before the update, it waits for that reduction. It ends what Megatron
+   does with gradients, which other ranks of the pipeline may take part in, and starts the sum of
+   their squares over the model.
+4. At the update it waits for that sum, clips, and steps the optimizer on the newest weights.
+5. ``optimizer.step`` reports the update that the call has made, and ``zero_grad`` does nothing.
 
 Before anything else reads weights, such as an evaluation, :meth:`DelayedPart.drain` ends the group
 that has begun and makes its update. At a checkpoint, :meth:`DelayedPart.restart` also forgets the
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +40,7 @@ from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.data_parallel import overlaps_grad_reduce
 from megatron_zb.megatron_core.post_validation import PostValidationPart, is_stub
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
+from megatron_zb.megatron_core.started_reductions import StartedReductions, gradients_of
 from megatron_zb.megatron_core.step import Passes, Step, StepPart
 from megatron_zb.megatron_core.verification import Verification
 from megatron_zb.megatron_core.warm_up import WarmUp
@@ -58,6 +61,13 @@ _WHOLE_STEPS: Mapping[type[StepPart], str] = {
     WarmUp: "a warm-up",
 }
 """Parts that take a call for one whole step, and what errors call them."""
+
+
+class _Started(NamedTuple):
+    """Gradients of a group that are being reduced over the replicas."""
+
+    aside: Mapping[int, Sequence[torch.Tensor]]
+    reductions: StartedReductions
 
 
 class _Reduced(NamedTuple):
@@ -109,6 +119,7 @@ class LateUpdates:
         ranks = [dist.get_process_group_ranks(_group_of(it)) for it in self._each]
         self._groups = new_groups(ranks)
         self._aside: dict[int, list[torch.Tensor]] = {}
+        self._started: dict[int, _Started] = {}
         self._reduced: dict[int, _Reduced] = {}
         self.norm: float | None = None
         """Norm of the gradients of the last update, None before the first one."""
@@ -168,30 +179,37 @@ class LateUpdates:
 
     def put_aside(self, chunk: int) -> None:
         """Put the gradients of a chunk aside: the last W of a group has run on it."""
-        self._aside[chunk] = [it.clone() for it in _gradients_of(self._chunks[chunk])]
+        self._aside[chunk] = [it.clone() for it in gradients_of(self._chunks[chunk])]
         self._zero_chunks[chunk]()
 
-    def gradients_ready(self, group: int, step: Step) -> None:
-        """Reduce the gradients of a group, which have been put aside, and start their norm.
+    def start_reductions(self, group: int, step: Step) -> None:
+        """Start to reduce gradients over the replicas: those of a group that were put aside."""
+        aside, self._aside = self._aside, {}
+        reductions = StartedReductions(self._chunks, aside, force_all_reduce=step.force_all_reduce)
+        self._started[group] = _Started(aside, reductions)
 
-        Those of the next group, as far as its W have run, stay where they are.
+    def finish_reductions(self, group: int, step: Step) -> None:
+        """Wait for the reductions of a group, end what Megatron does with them, and start a norm.
+
+        Gradients of the next group, as far as its W have run, stay where they are.
         """
-        with self._put_back():
+        started = self._started.pop(group)
+        started.reductions.wait()
+        with self._put_back(started.aside), started.reductions.not_again():
             self._reduced[group] = self._reduce(step)
 
     @contextmanager
-    def _put_back(self) -> Iterator[None]:
+    def _put_back(self, aside: Mapping[int, Sequence[torch.Tensor]]) -> Iterator[None]:
         """Have the gradients in place that had been put aside."""
-        later = {n: [it.clone() for it in _gradients_of(self._chunks[n])] for n in self._aside}
-        self._set(self._aside)
+        later = {n: [it.clone() for it in gradients_of(self._chunks[n])] for n in aside}
+        self._set(aside)
         yield
         self._clear()
         self._set(later)
-        self._aside = {}
 
     def _set(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> None:
         for number, own in gradients.items():
-            for to, of in zip(_gradients_of(self._chunks[number]), own, strict=True):
+            for to, of in zip(gradients_of(self._chunks[number]), own, strict=True):
                 to.copy_(of)
 
     def _reduce(self, step: Step) -> _Reduced:
@@ -295,11 +313,6 @@ def _by_rule(optimizer: Any, rule: UpdateRule) -> Iterator[None]:
             inner.step = own
 
 
-def _gradients_of(chunk: Any) -> list[torch.Tensor]:
-    """Return the buffers of a chunk's gradients."""
-    return [it.grad_data for it in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-
-
 def _group_of(optimizer: Any) -> dist.ProcessGroup:
     group: dist.ProcessGroup | None = optimizer.get_grad_stats_parallel_group()
     world = dist.group.WORLD
@@ -329,11 +342,6 @@ class DelayedPart(StepPart):
         programs: of the calls.
         updates: the optimizer.
         may_read_ahead: returns whether the step that begins may read data of the next one.
-        reduces_last: reduce the gradients at the update, which ends the call on every rank: for
-            reductions in which several ranks of the pipeline take part.
-
-    Raises:
-        UsageError: updates do not end the calls, and have to.
     """
 
     fact = "updates_late"
@@ -343,19 +351,12 @@ class DelayedPart(StepPart):
         programs: CallPrograms,
         updates: LateUpdates,
         may_read_ahead: Callable[[], bool],
-        *,
-        reduces_last: bool = False,
     ) -> None:
-        if reduces_last and programs.reads_ahead:
-            raise UsageError(
-                "late updates of tied embeddings on two ranks need steps that begin one after "
-                "another: use 1f1b, zb-h1 or a V schedule such as v-half"
-            )
         self._programs, self._updates, self._may_read_ahead = programs, updates, may_read_ahead
-        self._reduces_last = reduces_last
         self._begun: dict[int, _Begun] = {}
         self._here: dict[Message, torch.Tensor | None] = {}
         self._complete: list[int] = []
+        self._reducing: list[int] = []
         self._call: Call | None = None
         self._next = 0
         self._is_open = False
@@ -477,21 +478,26 @@ class DelayedPart(StepPart):
         )
         streams = next((it.streams for it in passes.stages.values()), None)
         number = None if streams is None else streams.step
-        execution.run(self._with_reductions(program.ranks[step.logical]))
+        execution.run(self._with_reductions(program, step.logical))
         if streams is not None:
             streams.start_step(number)
 
-    def _with_reductions(self, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-        """Yield the instructions of a rank, and reduce gradients as soon as they are complete.
+    def _with_reductions(self, program: Program, rank: int) -> Iterator[Instruction]:
+        """Yield the instructions of a rank, and reduce gradients between them.
 
-        That is behind the last W of a group, and behind the message of that pass, but in front of
-        all that waits: an update of another rank may wait for this one.
+        Reductions start behind the last W of a group, and behind the message of that pass. They end
+        where all ranks may meet.
         """
-        for at in instructions:
-            if not (self._reduces_last or isinstance(at, Send)):
-                self._reduce_complete()
+        meets = program.meets[rank]
+        for position, at in enumerate(program.ranks[rank]):
+            if not isinstance(at, Send):
+                self._start_complete()
+            if position in meets:
+                self._finish_first()
             yield at
-        self._reduce_complete()
+        self._start_complete()
+        if len(program.ranks[rank]) in meets:
+            self._finish_first()
 
     def _run_pass(
         self, kind: PassKind, handler: Handler, stage: int, unit: int, *received: Any
@@ -515,15 +521,20 @@ class DelayedPart(StepPart):
             if not any(begun.weights_left.values()):
                 self._complete.append(group)
 
-    def _reduce_complete(self) -> None:
-        """Reduce the gradients of a group, whose last pass has been run and its message sent."""
+    def _start_complete(self) -> None:
+        """Start the reductions of a group, whose last pass has been run and its message sent."""
         while self._complete:
             group = self._complete.pop()
-            self._updates.gradients_ready(group, self._begun[group].step)
+            self._updates.start_reductions(group, self._begun[group].step)
+            self._reducing.append(group)
+
+    def _finish_first(self) -> None:
+        """End the reductions that have been under way for longest."""
+        group = self._reducing.pop(0)
+        self._updates.finish_reductions(group, self._begun[group].step)
 
     def _update(self, stage: int, unit: int) -> None:
         """Update all stages of the rank, at the first U of them."""
-        self._reduce_complete()
         group = unit // self._programs.group
         begun = self._begun[group]
         if not begun.is_updated:

@@ -7,18 +7,23 @@ one. So ranks may meet between two calls, and a device may be waited for.
 What belongs to a group can be left out of the endless program, on all ranks at once, and the rest
 still runs: what is left keeps its order. So the first call leaves out the group before, the last
 one the next group, and the drain all but the group that has begun.
+
+Before the update of a group all ranks may meet once, as reductions over them do: see
+:class:`~megatron_zb.schedules.lowering.Meet`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.features.update_delay import GROUPS, Calls, calls_of
 from megatron_zb.schedules.lowering import (
     Instruction,
+    Meet,
     PostReceive,
     Program,
     Run,
@@ -28,11 +33,13 @@ from megatron_zb.schedules.lowering import (
     check_progress,
     lower,
 )
-from megatron_zb.schedules.passes import Message, PassKind
+from megatron_zb.schedules.meeting_places import before_update
+from megatron_zb.schedules.passes import Message
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.simulator import Timeline, simulate
 
 _BEFORE, _OWN, _NEXT = 0, 1, 2
+_Step: TypeAlias = Instruction | Meet
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,13 @@ class CallPrograms:
         self.calls: Calls = calls_of(schedule)
         self._group = self.calls.group
         several = self.calls.consecutive(schedule.name, GROUPS)
-        timeline = None if costs is None else simulate(several, costs)
+        if costs is None:
+            p = schedule.placement.pipeline_size
+            costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0)
+        timeline = simulate(several, costs)
         whole = lower(several, timeline)
         self._schedule, self._slots = several, whole.send_slots
-        self._ranks = _of_call(whole, self.calls)
+        self._ranks = _of_call(_with_meet(whole, timeline, self._group), self.calls)
         check_progress(self._example())
 
     @property
@@ -96,7 +106,7 @@ class CallPrograms:
                 taken = self._unread[rank]
                 rest = (it for it in rest if not self._is_of(it, taken, call.group))
             ranks.append((*first, *rest))
-        return Program(self._schedule, tuple(ranks), self._slots)
+        return self._program(ranks)
 
     def drain(self, call: Call) -> Program:
         """Return the program that ends the group of a call, and takes what has been sent."""
@@ -106,9 +116,18 @@ class CallPrograms:
             taken = self._unread[rank] if call.reads_ahead else ()
             waits = (_shifted(it, call.group * self._group) for it in taken)
             ranks.append((*rest, *waits))
-        return Program(self._schedule, tuple(ranks), self._slots)
+        return self._program(ranks)
 
-    def _some(self, rank: int, groups: Collection[int], call: int) -> Iterator[Instruction]:
+    def _program(self, ranks: Sequence[Sequence[_Step]]) -> Program:
+        """Return the program of some instructions, among which ranks meet."""
+        instructions, meets = [], []
+        for rank in ranks:
+            instructions.append(tuple(at for at in rank if not isinstance(at, Meet)))
+            places = (i for i, at in enumerate(rank) if isinstance(at, Meet))
+            meets.append(tuple(place - before for before, place in enumerate(places)))
+        return Program(self._schedule, tuple(instructions), self._slots, tuple(meets))
+
+    def _some(self, rank: int, groups: Collection[int], call: int) -> Iterator[_Step]:
         """Yield the instructions of some groups in the call of a group."""
         for at in self._ranks[rank]:
             if _unit_of(at) // self._group in groups:
@@ -134,7 +153,7 @@ class CallPrograms:
             )
         return found
 
-    def _is_of(self, at: Instruction, taken: Sequence[Instruction], call: int) -> bool:
+    def _is_of(self, at: _Step, taken: Sequence[Instruction], call: int) -> bool:
         """Return whether an instruction takes a message that a drain has taken."""
         return _shifted(at, (1 - call) * self._group) in taken
 
@@ -146,35 +165,56 @@ class CallPrograms:
         third = Call(2, follows=False, has_begun=ahead, reads_ahead=False)
         programs = [self.of(first), self.of(second), self.drain(second), self.of(third)]
         programs.append(self.drain(third))
-        ranks = zip(*(program.ranks for program in programs), strict=True)
-        return Program(
-            self._schedule, tuple(tuple(it for part in rank for it in part) for rank in ranks), 2
-        )
+        return joined(programs)
 
 
-def _of_call(whole: Program, calls: Calls) -> list[tuple[Instruction, ...]]:
+def joined(programs: Sequence[Program]) -> Program:
+    """Return the program that runs several ones in turn."""
+    ranks, meets = [], []
+    for rank in range(len(programs[0].ranks)):
+        instructions, places = list[Instruction](), list[int]()
+        for program in programs:
+            places += [len(instructions) + place for place in program.meets[rank]]
+            instructions += program.ranks[rank]
+        ranks.append(tuple(instructions))
+        meets.append(tuple(places))
+    return replace(programs[0], ranks=tuple(ranks), meets=tuple(meets))
+
+
+def _with_meet(whole: Program, timeline: Timeline, group: int) -> list[list[_Step]]:
+    """Return the instructions of every rank, and where it meets the others before an update."""
+    unit = (GROUPS // 2 - 1) * group
+    positions = before_update(whole, timeline, unit, unit + group - 1)
+    found = []
+    for instructions, position in zip(whole.ranks, positions, strict=True):
+        found.append([*instructions[:position], Meet(unit), *instructions[position:]])
+    return found
+
+
+def _of_call(ranks: Sequence[Sequence[_Step]], calls: Calls) -> list[tuple[_Step, ...]]:
     """Return the instructions of every rank in a call, with units as in :class:`Calls`.
 
     1. A pass is of the call that its place in the order says, and what it sends is with it.
     2. A message is received in the call in which it is sent: where it stands if that is in this
        call, else at the end, or at the beginning.
     3. It is taken where it is needed, in this call or a later one.
-    4. An update at the end stands behind all receives: it waits for passes of other ranks, and
-       these may wait for a receive.
     """
     middle = GROUPS // 2
     call_of: dict[Message, int] = {}
-    numbered: list[list[tuple[int, Instruction]]] = []
-    for rank, instructions in enumerate(whole.ranks):
+    numbered: list[list[tuple[int, _Step]]] = []
+    for rank, instructions in enumerate(ranks):
         ends = _ends(calls, rank)
         numbered.append(list(_numbered(instructions, ends)))
         call_of |= {at.message: call for call, at in numbered[-1] if isinstance(at, Send)}
     shift = -(middle - 1) * calls.group
     found = []
     for of_rank in numbered:
-        first, here, last = list[Instruction](), list[Instruction](), list[Instruction]()
+        first, here, last = list[_Step](), list[_Step](), list[_Step]()
         for call, at in of_rank:
-            if not isinstance(at, PostReceive):
+            of: list[_Step] | None
+            if isinstance(at, Meet):  # with its update, which this call runs on every rank
+                of = here if call == middle else first
+            elif not isinstance(at, PostReceive):
                 of = here if call == middle else None
             elif call_of[at.message] != middle:
                 of = None
@@ -182,10 +222,7 @@ def _of_call(whole: Program, calls: Calls) -> list[tuple[Instruction, ...]]:
                 of = here if call == middle else last if call > middle else first
             if of is not None:
                 of.append(_shifted(at, shift))
-        updates: list[Instruction] = []
-        while here and isinstance(here[-1], Run) and here[-1].work.kind is PassKind.U:
-            updates.insert(0, here.pop())
-        found.append((*first, *here, *last, *updates))
+        found.append((*first, *here, *last))
     return found
 
 
@@ -196,9 +233,7 @@ def _ends(calls: Calls, rank: int) -> list[int]:
     return [begun + whole * call - rest for call in range(1, GROUPS)]
 
 
-def _numbered(
-    instructions: Sequence[Instruction], ends: Sequence[int]
-) -> Iterator[tuple[int, Instruction]]:
+def _numbered(instructions: Sequence[_Step], ends: Sequence[int]) -> Iterator[tuple[int, _Step]]:
     """Yield the instructions of a rank, each with the number of its call.
 
     Args:
@@ -211,7 +246,9 @@ def _numbered(
         passes += isinstance(at, Run)
 
 
-def _unit_of(at: Instruction) -> int:
+def _unit_of(at: _Step) -> int:
+    if isinstance(at, Meet):
+        return at.unit
     if isinstance(at, Run):
         return at.work.microbatch
     if isinstance(at, RunPair):
@@ -219,8 +256,10 @@ def _unit_of(at: Instruction) -> int:
     return at.message.microbatch
 
 
-def _shifted(at: Instruction, units: int) -> Instruction:
+def _shifted(at: _Step, units: int) -> _Step:
     """Return an instruction on a later unit."""
+    if isinstance(at, Meet):
+        return Meet(at.unit + units)
     if isinstance(at, Run):
         work = at.work._replace(microbatch=at.work.microbatch + units)
         makes = None if at.makes is None else _later(at.makes, units)

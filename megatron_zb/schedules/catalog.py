@@ -410,6 +410,7 @@ def build(
     second_model: SecondModel | None = None,
     update_delay: int = 0,
     update_seconds: float = 0.0,
+    reduction_seconds: float = 0.0,
 ) -> Schedule:
     """Build a named schedule for the given costs.
 
@@ -419,13 +420,13 @@ def build(
         num_microbatches: microbatches m per iteration, 1 or more; with adapters, theirs.
         costs: of passes and messages; equal ones (1, 1, 1, no p2p) when left out.
         memory_limit: the most activation memory a rank may hold, as a fraction of 1F1B's peak,
-            which is p microbatches of activations on the first rank; or ``Limit(bytes=...)``, the
-            most of all memory, in the unit of ``activation`` and ``costs.fixed``, for every rank or
-            for each. None leaves the schedule its own peak.
+            which is p microbatches on the first rank; or ``Limit(bytes=...)``, the most of all
+            memory, in the unit of ``activation`` and ``costs.fixed``, for every rank or for each.
+            None leaves the schedule its own peak.
         chunks, group_size: model chunks per rank (interleaved, wave, auto) and microbatches that
             pass a chunk together (interleaved).
         num_layers: lets ``auto`` leave out placements that cannot hold them evenly.
-        placement: binds ``auto`` to a placement, such as that of a model that has been built.
+        placement: binds ``auto`` to a placement, such as a built model's.
         back_to_back: make iterations short that follow one another with no barrier between them, as
             with optimizer post-validation: the next one fills the waits at the ends of this one.
         quick: let ``auto`` look at its ``placement`` for only half a second; without it the
@@ -439,7 +440,8 @@ def build(
         update_delay: steps by which the update of a step comes late, 0 or 1; with 1 the schedule
             has several consecutive steps with no flush between them, and its report has the
             ``period`` of one (:mod:`update_delay`).
-        update_seconds: seconds of an update on a rank, with ``update_delay``.
+        update_seconds, reduction_seconds: of an update on a rank, and of the reduction of gradients
+            before it, beside passes of the next step; with ``update_delay``.
 
     Returns:
         The schedule, validated, with its :class:`Report`.
@@ -451,7 +453,7 @@ def build(
     chosen = family(name)
     num_microbatches = _checked_number(chosen, pipeline_size, num_microbatches, adapters)
     check_size(chosen.name, pipeline_size * max(chunks or 1, 1), num_microbatches)
-    check_delay(update_delay, update_seconds)
+    check_delay(update_delay, updates := Updates(update_seconds, reduction_seconds))
     _check_choice(chosen, "chunks", chunks, chosen.takes_chunks)
     _check_choice(chosen, "group_size", group_size, chosen.takes_group_size)
     if costs is None:
@@ -481,8 +483,7 @@ def build(
     _check_combined(chosen, request, slicing, further)
     _check_placement(chosen, placement, pipeline_size, chunks)
     if update_delay:
-        updated = replace(request, costs=costs.having(Updates(update_seconds)))
-        return _with_delay(chosen, updated)
+        return _with_delay(chosen, replace(request, costs=costs.having(updates)))
     if second_model is not None:
         return with_second_model(request, second_model, partial(_base, chosen))
     requests = [request]

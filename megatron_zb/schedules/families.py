@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from math import gcd
 from operator import truediv
 
 from megatron_zb.errors import UsageError
@@ -174,6 +175,32 @@ def interleaved(request: Request) -> Schedule:
     both = [(schedule, simulate(schedule, request.costs)) for schedule in (plain, paired)]
     fitting = [it for it in both if limits is None or keeps(it[1].peak_memory, limits)]
     return min(fitting or both[:1], key=lambda it: request.seconds(it[1]))[0]
+
+
+def interleaved_block(pipeline_size: int, chunks: int) -> BuildingBlock:
+    """Build a block of F and BW on a loop, which holds little and repeats with no idle time.
+
+    1. F of each stage starts one unit after that of the stage before, BW two units after that of
+       the stage behind: at multiples of three behind one another on a rank, so that F and BW take
+       turns.
+    2. From chunk to chunk a microbatch waits until the number of threes between the F of a rank, or
+       its BW, has no factor in common with the number of chunks: none of them then meet, as the
+       block repeats every three units of all chunks.
+    """
+    p = pipeline_size
+
+    def between_chunks(units: int) -> int:
+        threes = -(-units // 3)
+        while gcd(threes, chunks) > 1:
+            threes += 1
+        return 3 * threes
+
+    each = [divmod(stage, p) for stage in range(p * chunks)]
+    forward = [chunk * between_chunks(p) + rank for chunk, rank in each]
+    turn = forward[-1] + 1
+    later = [(chunks - 1 - chunk, p - 1 - rank) for chunk, rank in each]
+    backward = [turn + chunk * between_chunks(2 * p) + 2 * rank for chunk, rank in later]
+    return BuildingBlock(looped(p, chunks), tuple(forward), tuple(backward), 3 * chunks)
 
 
 def overlapped(p: int, m: int, chunks: int, group: int | None = None) -> Schedule:
@@ -479,7 +506,11 @@ def repeating_orders(name: str, request: Request) -> list[Schedule]:
     """
     p, m = request.pipeline_size, request.num_microbatches
     if name == "interleaved":
-        return [interleaved(request)]
+        block = interleaved_block(p, request.chunks or INTERLEAVED_CHUNKS)
+        return [
+            interleaved(request),
+            Schedule(name, block.placement, m, fuse_all(block.repeat(m))),
+        ]
     offsets = (v_zb_offsets, v_half_offsets, v_min_offsets)
     of_v = {"v-min": offsets[2:], "v-half": offsets[1:], "v-zb": offsets, "auto": offsets}
     blocks = [v_block(p, each) for each in of_v.get(name, ())]

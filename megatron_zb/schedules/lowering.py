@@ -77,6 +77,12 @@ class Send(NamedTuple):
     message: Message
 
 
+class Meet(NamedTuple):
+    """Place at which a rank may wait for all others; ``unit`` is one of what ends there."""
+
+    unit: int
+
+
 Instruction: TypeAlias = PostReceive | WaitReceive | Run | RunPair | Send
 
 
@@ -94,12 +100,22 @@ class Program:
     """Instructions for every logical rank.
 
     ``send_slots`` is the most sends of a channel that are left untaken; past that the oldest is
-    waited for. Any number is safe, since even a rank that waits for each finishes.
+    waited for. Any number is safe, since even a rank that waits for each finishes. ``meets`` are
+    the places at which all ranks may wait for one another, for each rank as many: the positions of
+    the instructions that follow.
     """
 
     schedule: Schedule
     ranks: tuple[tuple[Instruction, ...], ...]
     send_slots: int
+    meets: tuple[tuple[int, ...], ...] = ()
+
+    def with_meets(self, rank: int) -> list[Instruction | Meet]:
+        """Return the instructions of a rank, and where it meets the others."""
+        found: list[Instruction | Meet] = list(self.ranks[rank])
+        for position in reversed(self.meets[rank] if self.meets else ()):
+            found.insert(position, Meet(0))
+        return found
 
 
 def lower(
@@ -143,7 +159,9 @@ def check_progress(program: Program) -> None:
         )
 
 
-def _wait_in_words(schedule: Schedule, at: Instruction) -> str:
+def _wait_in_words(schedule: Schedule, at: Instruction | Meet) -> str:
+    if isinstance(at, Meet):
+        return "to meet all others"
     if isinstance(at, Run | RunPair):
         return f"to run {at.work}, for which others are not ready"
     message, (source, target) = at.message, at.channel
@@ -249,7 +267,7 @@ def _moments(schedule: Schedule, timeline: Timeline | None, *, captured: bool) -
 # --- the proof
 
 
-def unfinished(program: Program) -> dict[int, Instruction]:
+def unfinished(program: Program) -> dict[int, Instruction | Meet]:
     """Replay a program under blocking rendezvous; return the instructions no rank gets past.
 
     A send waits for its receive and a receive for its send, each at its place; what ranks run
@@ -259,13 +277,18 @@ def unfinished(program: Program) -> dict[int, Instruction]:
     has_run = _HasRun(schedule.graph)
     received: set[tuple[int, Message]] = set()
 
-    def at(rank: int) -> Instruction | None:
-        instructions = program.ranks[rank]
+    ranks = [program.with_meets(rank) for rank in range(len(program.ranks))]
+
+    def at(rank: int) -> Instruction | Meet | None:
+        instructions = ranks[rank]
         return instructions[position[rank]] if position[rank] < len(instructions) else None
 
     def moves(rank: int) -> tuple[int, ...]:
         """Return the ranks that get past their instruction together with this one, if it does."""
         here = at(rank)
+        if isinstance(here, Meet):
+            all_meet = all(isinstance(at(other), Meet) for other in range(len(ranks)))
+            return tuple(range(len(ranks))) if all_meet else ()
         if here is not None and not has_run.allows(rank, here):
             return ()
         if isinstance(here, RunPair):
@@ -285,13 +308,13 @@ def unfinished(program: Program) -> dict[int, Instruction]:
         received.add((here.channel.target, here.message))
         return here.channel
 
-    runnable = set(range(len(program.ranks)))
+    runnable = set(range(len(ranks)))
     while runnable:
         rank = runnable.pop()
         while moved := moves(rank):
             runnable.update(moved)
             for other in moved:
-                has_run.add(other, program.ranks[other][position[other]])
+                has_run.add(other, ranks[other][position[other]])
                 position[other] += 1
             if has_run.is_awaited:
                 runnable.update(range(len(position)))
@@ -313,9 +336,9 @@ class _HasRun:
         codes = (self._graph.code_of(run.work, rank) for run in runs_of((at,)))
         return all(self._nodes.issuperset(self._graph.others(code)) for code in codes)
 
-    def add(self, rank: int, at: Instruction) -> None:
+    def add(self, rank: int, at: Instruction | Meet) -> None:
         """Add the passes of an instruction that a rank gets past: those whose roles it plays."""
-        if not self.is_awaited:
+        if isinstance(at, Meet) or not self.is_awaited:
             return
         for run in runs_of((at,)):
             row = self._graph.code_of(run.work, rank) // self._graph.units

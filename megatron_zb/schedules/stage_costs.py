@@ -50,6 +50,8 @@ class StageCosts:
         copies: those of activations that are offloaded; None where they cannot be.
         microbatches: costs of microbatch j, where they are not all alike; the others are those of
             a typical one then. Equal rows are one object.
+        lag: seconds between the last further input of a pass, on any rank, and its start, by kind.
+            Its rank runs other passes meanwhile: a reduction of gradients.
     """
 
     seconds: Mapping[PassKind, Table]
@@ -59,6 +61,7 @@ class StageCosts:
     pair_loss: float = 0.0
     copies: HostCopies | None = None
     microbatches: tuple[StageCosts, ...] = ()
+    lag: Mapping[PassKind, Table] = field(default_factory=dict)
 
     def of(self, microbatch: int) -> StageCosts:
         """Return the costs of one microbatch."""

@@ -484,13 +484,16 @@ class _Replaying:
         pairs, p = self._orders.pairs, passes[i]
         if i > 0 and passes[i - 1] in pairs:  # with the pass before
             return self._done.start[rank][-1], self._done.end[rank][-1], -1
-        more = list(graph.others(rows[i] * graph.units + p[2]))
+        node, lag = rows[i] * graph.units + p[2], self._prices.lag[rows[i]]
+        more = list(graph.others(node))
         if p in pairs:
             more += graph.makers_of(rows[i + 1] * graph.units + passes[i + 1][2])
         for code in more:
             if self._arrival[code] < 0.0:
                 return begin, begin, code
-            begin = max(begin, self._arrival[code])
+            begin = max(begin, self._arrival[code] + lag)
+        if lag:  # also behind those of its own rank
+            begin = max(begin, *(self._arrival[code] + lag for code in graph.more.get(node, ())))
         if p in pairs and self._costs is not None:
             seconds = self._costs.pair_seconds(Pair(p, passes[i + 1]))
         if not self._done.engines or p[1:] not in self._orders.offloaded:
@@ -508,6 +511,7 @@ class _Prices:
         self._graph = graph
         none = [0.0] * len(graph.rows)
         self.all = (none, none) if costs is None else self._of(costs)
+        self.lag = none if costs is None else self._each(costs.lag)
         self.of_units: list[tuple[list[float], list[float]]] = []
         if costs is not None and costs.microbatches:
             distinct = {id(row): row for row in costs.microbatches}
@@ -515,10 +519,10 @@ class _Prices:
             self.of_units = [found[id(row)] for row in costs.microbatches]
 
     def _of(self, costs: StageCosts) -> tuple[list[float], list[float]]:
-        """Return the prices of each row, 0 for a kind that the costs do not have."""
+        """Return the seconds and latencies of each row."""
+        return self._each(costs.seconds), self._each(costs.latency)
 
-        def each(table: Mapping[PassKind, Sequence[float]]) -> list[float]:
-            priced = ((table.get(row.kind.kind), row.stage) for row in self._graph.rows)
-            return [of[stage] if of and stage < len(of) else 0.0 for of, stage in priced]
-
-        return each(costs.seconds), each(costs.latency)
+    def _each(self, table: Mapping[PassKind, Sequence[float]]) -> list[float]:
+        """Return the price of each row, 0 for a kind that a table does not have."""
+        priced = ((table.get(row.kind.kind), row.stage) for row in self._graph.rows)
+        return [of[stage] if of and stage < len(of) else 0.0 for of, stage in priced]

@@ -126,15 +126,23 @@ class Units:
 
 @dataclass(frozen=True)
 class Updates(Feature):
-    """Costs of an update: seconds of a rank, all of its stages together."""
+    """Costs of an update.
+
+    Args:
+        seconds: of a rank, all of its stages together.
+        reduction: seconds between the last W of the ranks and the update, in which gradients are
+            reduced beside other passes.
+    """
 
     name = "updates"
 
     seconds: float
+    reduction: float = 0.0
 
     def placed(self, costs: Costs, placement: Placement, table: StageCosts) -> StageCosts:
         of_stage = self.seconds / placement.chunks
-        return table.with_seconds({_U: (of_stage,) * placement.num_stages})
+        table = table.with_seconds({_U: (of_stage,) * placement.num_stages})
+        return replace(table, lag={**table.lag, _U: (self.reduction,) * placement.num_stages})
 
 
 @dataclass(frozen=True)

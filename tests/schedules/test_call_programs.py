@@ -12,7 +12,7 @@ import pytest
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import build
-from megatron_zb.schedules.call_programs import Call, CallPrograms
+from megatron_zb.schedules.call_programs import Call, CallPrograms, joined
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.lowering import (
     Instruction,
@@ -104,12 +104,11 @@ class Training:
         return 0 if self.last is None else self.last.group + 1
 
     def whole(self) -> Program:
-        ranks = zip(*(part.ranks for part in self.parts), strict=True)
-        joined = tuple(tuple(at for part in rank for at in part) for rank in ranks)
-        units = [at.work.microbatch for rank in joined for at in rank if isinstance(at, Run)]
+        whole = joined(self.parts)
+        units = [at.work.microbatch for rank in whole.ranks for at in rank if isinstance(at, Run)]
         calls = self.programs.calls
         schedule = calls.consecutive("several calls", max(units) // calls.group + 1)
-        return Program(schedule, joined, self.parts[0].send_slots)
+        return replace(whole, schedule=schedule)
 
     def runs(self) -> list[list[Pass]]:
         return [[at.work for at in rank if isinstance(at, Run)] for rank in self.whole().ranks]
@@ -399,6 +398,54 @@ def test_programs_count_through_all_groups(name: str, p: int, m: int) -> None:
         assert [
             it._replace(microbatch=it.microbatch + (far - near) * m) for it in works[0]
         ] == works[1]
+
+
+# --- where ranks meet
+
+
+@EACH
+def test_ranks_meet_behind_the_last_w_and_before_the_update(name: str, p: int, m: int) -> None:
+    training = in_turn(programs_of(name, p, m), 4, [1])
+    for call, part in zip(training.calls, training.parts, strict=True):
+        updated = {at.work.microbatch // m for rank in part.ranks for at in runs_of_kind(rank, U)}
+        assert len(updated) == int(call is None or call.follows)
+        assert {len(meets) for meets in part.meets} == {len(updated)}
+    whole = training.whole()
+    for instructions, meets in zip(whole.ranks, whole.meets, strict=True):
+        assert len(meets) == 4
+        for group, meet in enumerate(meets):
+            before, behind = instructions[:meet], instructions[meet:]
+            weights = [at for at in runs_of_kind(behind, W, BW) if at.work.microbatch // m == group]
+            updates = [at for at in runs_of_kind(before, U) if at.work.microbatch // m == group]
+            assert not weights and not updates
+
+
+def runs_of_kind(instructions: Sequence[Instruction], *kinds: PassKind) -> Iterator[Run]:
+    return (at for at in instructions if isinstance(at, Run) and at.work.kind in kinds)
+
+
+def test_ranks_meet_before_a_pass_that_is_under_way_at_the_update() -> None:
+    """So that no rank waits at the update for one that is within a pass."""
+    programs = programs_of("1f1b", 4, 4)
+    part = programs.of(Call(3, follows=True, has_begun=False, reads_ahead=False))
+    between = [
+        [at.work.kind for at in runs_of_kind(instructions[meet:], F, BW, U)]
+        for instructions, (meet,) in zip(part.ranks, part.meets, strict=True)
+    ]
+    passes = [kinds.index(U) for kinds in between]
+    assert passes[0] == 0, "the first rank makes the update as soon as it can"
+    assert set(passes) == {0, 1}
+
+
+def test_the_proof_knows_where_ranks_meet() -> None:
+    programs = programs_of("zb-h1", 4, 5)
+    whole = in_turn(programs, 3).whole()
+    check_progress(whole)
+    first, *others = whole.meets
+    late = tuple(len(whole.ranks[0]) for _ in first)
+    with pytest.raises(InvalidSchedule, match="rank 1 to meet all others") as error:
+        check_progress(replace(whole, meets=(late, *others)))
+    assert "\n" not in str(error.value)
 
 
 def test_some_schedules_read_nothing_ahead() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +22,14 @@ from megatron_zb.schedules.features.offload import Offload
 from megatron_zb.schedules.features.pairs import Communication
 from megatron_zb.schedules.features.recomputation import Recomputation
 from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
-from megatron_zb.schedules.features.update_delay import Calls, DelayedRules, calls_of, in_groups
+from megatron_zb.schedules.features.update_delay import (
+    BUILT,
+    Calls,
+    DelayedRules,
+    calls_of,
+    in_groups,
+    with_delay,
+)
 from megatron_zb.schedules.features.vocabulary import Vocabulary
 from megatron_zb.schedules.lowering import lower, unfinished
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -83,8 +91,6 @@ def sizes() -> list[Any]:
     """All names, sizes and costs; of the larger sizes a usual run tries two chunk shapes."""
     found = []
     for name, (p, m), seconds in product(NAMES, [*SMALL, *LARGE], [EQUAL, UNEQUAL]):
-        if name == "interleaved" and m < 2 * p:
-            continue
         if (name, seconds) == ("v-min", UNEQUAL):  # it has an interval of its own, see below
             continue
         usual = p == 4 or (m == 8 and name in ("zb-h1", "v-min") and seconds == EQUAL)
@@ -139,6 +145,66 @@ def test_an_update_takes_its_seconds() -> None:
         assert period_of(found) == pytest.approx(12 + seconds)
 
 
+SLOW = 0.1
+"""Share of the passes of a step that a slow update takes, and as much again its reduction."""
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m"),
+    [
+        *((name, 4, 4) for name in NAMES if name != "interleaved"),
+        ("interleaved", 4, 8),
+        *(
+            pytest.param(name, 8, m, marks=pytest.mark.full)
+            for name in NAMES
+            for m in (8, 16, 32)
+            if (name, m) != ("interleaved", 8)
+        ),
+    ],
+)
+def test_a_slow_reduction_and_update_are_hidden(name: str, p: int, m: int) -> None:
+    slow = SLOW * 3 * m
+    found = late_with(name, p, m, update_seconds=slow, reduction_seconds=slow)
+    assert period_of(found) == pytest.approx(3 * m + slow)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("reduction", [0.0, 0.4, 5.0])
+def test_an_update_waits_for_the_reduction_behind_the_last_w(name: str, reduction: float) -> None:
+    schedule = late_with(name, m=4, reduction_seconds=reduction)
+    timeline = simulate(schedule, costs_of(4).having(Updates(UPDATE, reduction)))
+    last, first = dict[int, float](), dict[int, float]()
+    for passes, start, end in zip(schedule.ranks, timeline.start, timeline.end, strict=True):
+        for p, begin, until in zip(passes, start, end, strict=True):
+            group = p.microbatch // 4
+            if p.kind in (W, BW):
+                last[group] = max(last.get(group, 0.0), until)
+            elif p.kind is U:
+                first[group] = min(first.get(group, begin), begin)
+    assert last.keys() == first.keys()
+    for group, begin in first.items():
+        assert begin >= last[group] + reduction - 1e-9
+    assert any(begin < last[group] + reduction + 2 for group, begin in first.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seconds", [0.0, 3.0])
+def test_all_ranks_update_at_one_time(name: str, seconds: float) -> None:
+    """Each between two passes, so that a long update moves what is behind it and nothing more."""
+    schedule = late_with(name, update_seconds=seconds)
+    timeline = simulate(schedule, costs_of(4).having(Updates(0.0)))
+    times: dict[int, list[float]] = {}
+    for passes, start in zip(schedule.ranks, timeline.start, strict=True):
+        for p, begin in zip(passes, start, strict=True):
+            if p.kind is U and 8 <= p.microbatch < 16:
+                times.setdefault(p.microbatch, []).append(begin)
+    longest = 2.0  # of any pass: BW
+    assert times
+    for of_update in times.values():
+        assert max(of_update) - min(of_update) <= longest
+    assert period_of(schedule) == pytest.approx(24 + seconds)
+
+
 # --- memory
 
 
@@ -168,7 +234,7 @@ def test_a_limit_chooses_another_order() -> None:
         ("v-min", 0.49),
         ("1f1b", 0.9),
         ("zb-h1", 0.5),
-        ("interleaved", 1.0),
+        ("interleaved", 0.75),
         ("auto", 0.4),
         ("v-zb", Limit(bytes=1.0)),
     ],
@@ -202,9 +268,8 @@ def check_weights(schedule: Schedule, m: int) -> None:
     """Count the updates of each stage in front of every pass.
 
     Group g computes with the weights after g - 1 updates. A rank keeps the newest weights and those
-    before, so no pass comes behind the update of its own group. Where a rank has one stage, F of a
-    group comes before the update of the group before, too; else that may be due for an earlier
-    stage.
+    before, so no pass comes behind the update of its own group. F of a group may come behind the
+    update of the group before, which is due for an earlier stage, or made on all ranks at one time.
     """
     for rank, passes in enumerate(schedule.ranks):
         stages = [s for s, of in enumerate(schedule.placement.rank_of) if of == rank]
@@ -218,8 +283,6 @@ def check_weights(schedule: Schedule, m: int) -> None:
             wanted = max(group - 1, 0)
             if p.kind is F:
                 assert updated[p.stage] >= wanted, (rank, p)
-            if p.kind is F and len(stages) == 1:
-                assert updated[p.stage] == wanted, (rank, p)
             assert all(wanted in (n, n - 1) for n in updated.values()), (rank, p)
 
 
@@ -502,9 +565,14 @@ def test_orders_that_do_not_repeat_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(4, 2), (4, 3), (8, 4)])
 def test_too_few_microbatches_are_refused(p: int, m: int) -> None:
+    """Where the orders hold more than a step of them; the block of a schedule holds less."""
+    request = Request(p, m, late_costs(costs_of(p)), Limit())
+    long = replace(request, num_microbatches=BUILT * m, costs=costs_of(p))
+    orders = [families.interleaved(long)]
     with pytest.raises(UsageError, match=f"interleaved: .* more microbatches than {m} ") as error:
-        late_with("interleaved", p, m)
+        with_delay("interleaved", request, orders, lambda placement: [math.inf] * p)
     assert is_one_sentence(error)
+    assert late_with("interleaved", p, m).report is not None
 
 
 @pytest.mark.parametrize("delay", [2, -1, 7])
@@ -549,8 +617,46 @@ def test_auto_keeps_to_a_placement(choices: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_seconds_of_an_update_are_checked(seconds: float) -> None:
-    with pytest.raises(UsageError):
-        late_with("1f1b", update_seconds=seconds)
+    for what, name in (("an update", "update_seconds"), ("a reduction", "reduction_seconds")):
+        choices: dict[str, Any] = {name: seconds}
+        with pytest.raises(UsageError, match=f"{what} takes {seconds} s") as error:
+            late_with("1f1b", **choices)
+        assert is_one_sentence(error)
+
+
+def test_seconds_of_a_reduction_need_a_delay() -> None:
+    with pytest.raises(UsageError, match="a reduction that takes 1") as error:
+        build("1f1b", pipeline_size=2, num_microbatches=2, reduction_seconds=1.0)
+    assert is_one_sentence(error)
+
+
+# --- the block of interleaved 1F1B
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 7, 8, 12])
+@pytest.mark.parametrize("chunks", [2, 3, 4, 5, 6])
+def test_the_block_of_a_loop_never_meets_itself(p: int, chunks: int) -> None:
+    """F takes one unit and BW two; they fill the interval of every rank without a gap."""
+    block = families.interleaved_block(p, chunks)
+    assert block.interval == 3 * chunks
+    for rank in range(p):
+        taken: list[int] = []
+        for stage in range(rank, p * chunks, p):
+            units = (block.forward[stage], block.backward[stage], block.backward[stage] + 1)
+            taken += [unit % block.interval for unit in units]
+        assert sorted(taken) == [*range(block.interval)]
+    for before, stage in zip(range(p * chunks), range(1, p * chunks), strict=False):
+        assert block.forward[before] + 1 <= block.forward[stage]
+        assert block.backward[stage] + 2 <= block.backward[before]
+    assert block.forward[-1] + 1 == block.backward[-1]
+
+
+def test_interleaved_takes_its_block_where_its_own_order_is_too_long() -> None:
+    """Its own order holds more, so that the next step begins too late with few microbatches."""
+    few, many = late("interleaved", 8, 8), late("interleaved", 8, 16)
+    peaks = [max(simulate(it, costs_of(8)).peak_microbatches) for it in (few, many)]
+    assert peaks == [6.5, 11.5]
+    assert [period_of(it) for it in (few, many)] == pytest.approx([24.1, 48.1])
 
 
 # --- building blocks with their W

@@ -29,13 +29,15 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import LimitTooSmall, Request, least_refused
 from megatron_zb.schedules.rules import Sizes
-from megatron_zb.schedules.schedule import Report, Schedule
+from megatron_zb.schedules.schedule import InvalidSchedule, Report, Schedule
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.stage_costs import Priced
 from megatron_zb.schedules.task_graph import TaskGraph
 from megatron_zb.schedules.units import UnitRules, Units, Updates
 
 _F, _B, _W, _BW, _U = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.U
+
+_TOLERANCE = 1e-9  # seconds that times of one moment may differ by
 
 DELAYS = (0, 1)
 """Steps by which an update may come late."""
@@ -47,18 +49,19 @@ BUILT = 6
 """Groups of a long step of which a middle one is what every call runs."""
 
 
-def check_delay(delay: int, seconds: float) -> None:
+def check_delay(delay: int, updates: Updates) -> None:
     """Check the number of steps by which an update comes late, and what it takes.
 
     Raises:
         UsageError: it is neither 0 nor 1, or takes no number of seconds, or some without a delay.
     """
-    if seconds and not delay:
-        raise UsageError(
-            f"an update that takes {seconds} s was asked for without a delay: give update_delay 1"
-        )
-    if not 0 <= seconds < math.inf:
-        raise UsageError(f"an update takes {seconds} s: give a number of seconds")
+    for what, seconds in (("an update", updates.seconds), ("a reduction", updates.reduction)):
+        if seconds and not delay:
+            raise UsageError(
+                f"{what} that takes {seconds} s was asked for without a delay: give update_delay 1"
+            )
+        if not 0 <= seconds < math.inf:
+            raise UsageError(f"{what} takes {seconds} s: give a number of seconds")
     if delay not in DELAYS:
         raise UsageError(f"an update delay of {delay} steps was asked for: give 0 or 1")
 
@@ -188,10 +191,9 @@ class Calls:
 def calls_of(schedule: Schedule) -> Calls:
     """Return the calls of consecutive groups, from their order alone.
 
-    1. A call ends as early as the last F of its group and the last W of the group before allow: it
+    1. A call ends as early as the last F of its group and the update of the group before allow: it
        has these and what they depend on, on any rank.
     2. What a call in the middle has beyond the one before is what every call runs.
-    3. Where the update of the group before comes later, it becomes the last pass of the call.
 
     Raises:
         UsageError: the schedule is not one of :func:`with_delay`, or a group has too few
@@ -208,11 +210,11 @@ def calls_of(schedule: Schedule) -> Calls:
         for rank, passes in enumerate(schedule.ranks):
             for position, p in enumerate(passes):
                 of = p.microbatch // group
-                if (p.kind is _F and of == t) or (p.kind in (_W, _BW) and of == t - 1):
+                if (p.kind is _F and of == t) or (p.kind is _U and of == t - 1):
                     past.include(rank, position)
         ends.append(tuple(past.ends))
     found = [
-        tuple(_relative(passes, between, middle, group))
+        tuple(_relative(passes[slice(*between)], (middle - 1) * group))
         for passes, between in zip(schedule.ranks, zip(*ends, strict=True), strict=True)
     ]
     calls = Calls(schedule.placement, group, tuple(found))
@@ -247,22 +249,10 @@ class _Past:
                     waiting.append(self._place[maker])
 
 
-def _relative(
-    passes: Sequence[Pass], between: tuple[int, int], group: int, microbatches: int
-) -> Iterator[Pass]:
-    """Yield the passes of a rank in the call of a group, with units as in :class:`Calls`.
-
-    Args:
-        passes: of the rank, in consecutive groups.
-        between: the first position of the call, and the first behind it.
-        group: number of the group.
-        microbatches: of a group.
-    """
-    update = (group - 1) * microbatches
-    late = [p for p in passes[between[1] :] if p.kind is _U and p.microbatch == update]
-    for p in (*passes[slice(*between)], *late):
-        if p.kind is not _U or p.microbatch == update:
-            yield p._replace(microbatch=p.microbatch - update)
+def _relative(passes: Sequence[Pass], first: int) -> Iterator[Pass]:
+    """Yield passes with units that count from another first one."""
+    for p in passes:
+        yield p._replace(microbatch=p.microbatch - first)
 
 
 def _check_whole(schedule: Schedule, calls: Calls) -> None:
@@ -326,10 +316,7 @@ def with_delay(
         UsageError: a group has too few microbatches for this schedule.
     """
     found, refused = list[tuple[float, Schedule]](), list[LimitTooSmall]()
-    for order in orders:
-        schedule = _cut(replace(order, name=name), request)
-        if schedule is None:
-            continue
+    for schedule in (it for order in orders for it in _cuts(replace(order, name=name), request)):
         peaks = simulate(schedule, request.costs).peak_memory
         try:
             request.check_feasible(name, schedule.placement, most(schedule.placement), peaks)
@@ -339,6 +326,8 @@ def with_delay(
         assert schedule.report is not None
         assert schedule.report.period is not None
         found.append((round(schedule.report.period, 9), schedule))
+        if schedule.report.period <= schedule.report.lower_bound / GROUPS * (1 + _TOLERANCE):
+            break  # none is faster
     if found:
         return min(found, key=lambda entry: entry[0])[1]
     if refused:
@@ -346,20 +335,57 @@ def with_delay(
     raise _too_few(name, request.num_microbatches)
 
 
-def _cut(order: Schedule, request: Request) -> Schedule | None:
-    """Return a long step cut into groups, or None if the groups do not repeat or cannot run."""
-    group = request.num_microbatches
+def _cuts(order: Schedule, request: Request) -> Iterator[Schedule]:
+    """Yield a long step cut into groups, with updates at one time and as late as each rank can."""
+    late = _with_updates(order, request.num_microbatches)
+    for updated in (_at_one_time(late, request.costs), late):
+        schedule = None if updated is None else _repeated(updated, request)
+        if schedule is not None:
+            yield schedule
+
+
+def _repeated(updated: Schedule, request: Request) -> Schedule | None:
+    """Return consecutive groups like those in the middle, None if they do not repeat or run."""
     try:
-        calls = calls_of(_with_updates(order, group))
-        schedule = calls.consecutive(order.name, GROUPS).validate()
+        calls = calls_of(updated)
+        schedule = calls.consecutive(updated.name, GROUPS).validate()
         if calls_of(schedule) != calls:  # what other ranks would find in its table
             return None
-        period = calls.period(order.name, request.costs)
+        period = calls.period(updated.name, request.costs)
     except UsageError:
         return None
     timeline = simulate(schedule, request.costs)
     work = (sum(timeline.costs.duration(p) for p in rank) for rank in schedule.ranks)
     return replace(schedule, report=Report(timeline.makespan, max(work), period))
+
+
+def _at_one_time(schedule: Schedule, costs: Costs) -> Schedule | None:
+    """Return a schedule whose ranks make each update at one time, None if they cannot run.
+
+    1. Updates take no time at first. The earliest one of a group on any rank tells the time.
+    2. On each rank the update follows all passes that start before that time. No pass before it, on
+       any rank, then needs one behind it on another rank, so that updates of any length move what
+       is behind them by this length and no more.
+    """
+    updates = costs.feature(Updates)
+    assert updates is not None
+    try:
+        start = simulate(schedule, costs.having(replace(updates, seconds=0.0))).start
+    except InvalidSchedule:
+        return None
+    times: dict[int, float] = {}
+    for passes, starts in zip(schedule.ranks, start, strict=True):
+        for p, at in zip(passes, starts, strict=True):
+            if p.kind is _U:
+                times[p.microbatch] = min(times.get(p.microbatch, math.inf), at)
+    found = []
+    for passes, starts in zip(schedule.ranks, start, strict=True):
+        keys = [
+            (times[p.microbatch] - _TOLERANCE, 0) if p.kind is _U else (at, 1)
+            for p, at in zip(passes, starts, strict=True)
+        ]
+        found.append(tuple(passes[i] for i in sorted(range(len(passes)), key=keys.__getitem__)))
+    return replace(schedule, ranks=tuple(found))
 
 
 def _with_updates(schedule: Schedule, group: int) -> Schedule:
