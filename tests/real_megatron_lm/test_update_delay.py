@@ -12,6 +12,7 @@ LATE = "--pipeline-update-delay 1"
 SAVING = "--save-interval 5"
 STEPS = "--eval-interval 4"
 _ORACLE = Path(__file__).with_name("run_late_oracle.py")
+_KILLED = Path(__file__).with_name("run_and_kill_late.py")
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,24 @@ def test_a_saved_run_goes_on_as_if_it_had_not_been_stopped(
     assert then.code == 0, then.output
     assert list(then.losses) == [6, 7]
     assert then.losses[6] == oracle.losses[6]  # the line of 7 has the mean of both
+    assert then.evaluations == {
+        name: loss for name, loss in oracle.evaluations.items() if name.endswith("after 7")
+    }
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+def test_a_killed_run_goes_on_as_if_it_had_not_been_stopped(
+    checkout: Path, upstream_checkpoint: Path, tmp_path: Path, oracle: Logged, schedule: str
+) -> None:
+    flags = (MODEL, PIPELINE, STEPS, LATE, f"--pipeline-schedule {schedule}")
+    files = f"--load {upstream_checkpoint} --save {tmp_path} {SAVING}"
+    killed = pretrain(checkout, *flags, files, program=_KILLED)
+    assert killed.code != 0
+    assert list(killed.losses) == [3, 4, 5, 6]
+    then = pretrain(checkout, *flags, f"--load {tmp_path} --save {tmp_path} {SAVING}")
+    assert then.code == 0, then.output
+    assert list(then.losses) == [6, 7]
+    assert then.losses[6] == oracle.losses[6] == killed.losses[6]
     assert then.evaluations == {
         name: loss for name, loss in oracle.evaluations.items() if name.endswith("after 7")
     }
