@@ -134,6 +134,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "and steps. A second table has the time of all of them together, and one after another; "
         "it brings --lora",
     )
+    command.add_argument(
+        "--late-updates",
+        choices=("plain", "feedback"),
+        help="a second table has the schedules with updates that come one step late and no flush, "
+        "as with --pipeline-update-delay 1, and what they need for copies of weights and "
+        "gradients, with feedback for error feedback as well; it changes the training",
+    )
     _add_choices(command)
     command.add_argument(
         "--format", choices=("table", "json"), default="table", help="how to print it"
@@ -317,11 +324,12 @@ def run(arguments: argparse.Namespace) -> Plan:
     from megatron_zb.parsing import GIB
     from megatron_zb.plan import request, table
     from megatron_zb.plan.chart import plan_chart, points
-    from megatron_zb.plan.features import adapter_groups, adapters, lengths
+    from megatron_zb.plan.features import adapter_groups, adapters, late_updates, lengths
     from megatron_zb.plan.search import search
     from megatron_zb.plan.workers import workers
 
     entries = adapters.asked_adapters(arguments)
+    late_updates.check_late(arguments)
     job, candidates = request.read(arguments)
     source = lengths.asked_lengths(arguments, job)
     if source is not None:
@@ -331,6 +339,8 @@ def run(arguments: argparse.Namespace) -> Plan:
     unequal = None if source is None else lengths.with_lengths(plan.ranked, source, job.memory)
     shared = None if entries is None else adapters.with_adapters(plan, entries)
     groups = adapter_groups.grouped(plan, shared or [], entries or [])
+    way = arguments.late_updates
+    late = None if way is None else late_updates.with_late_updates(plan, way)
     if arguments.format == "json":
         found = table.as_json(plan)
         if unequal is not None:
@@ -339,6 +349,8 @@ def run(arguments: argparse.Namespace) -> Plan:
             found["adapters"] = adapters.adapters_as_json(plan, shared, entries)
             found["adapters"]["groups"] = adapter_groups.groups_as_json(groups)
             found["adapters"]["no_groups"] = groups.missing
+        if late is not None:
+            found["late_updates"] = late_updates.late_as_json(plan, late)
         print(json.dumps(found, indent=2))
     else:
         table.print_plan(plan, Console(), arguments.top)
@@ -347,6 +359,8 @@ def run(arguments: argparse.Namespace) -> Plan:
         if shared is not None and entries is not None:
             adapters.print_adapters(plan, shared, entries, Console())
             adapter_groups.print_groups(plan, groups, Console())
+        if late is not None:
+            late_updates.print_late(plan, late, Console())
     if arguments.chart:
         print(f"\n{plan_chart(points(plan), plan.job.memory / GIB)}")
     return plan

@@ -160,6 +160,7 @@ _OF_CONFIG = (
     "lengths",
     "packing",
     "adapters",
+    "late_updates",
     "lora",
     "tensor",
     "pipeline",

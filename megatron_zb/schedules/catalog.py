@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from operator import add
 from typing import Any, Protocol, TypeAlias
 
 from megatron_zb.errors import UsageError, raise_first
@@ -38,6 +40,7 @@ from megatron_zb.schedules.request import (
     least_refused,
 )
 from megatron_zb.schedules.schedule import Report, Schedule
+from megatron_zb.schedules.search.repeating_block import modulo_orders
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.units import Updates
 
@@ -637,7 +640,13 @@ def _with_delay(chosen: Family, request: Request) -> Schedule:
     )
 
     def most(placement: Placement) -> Sequence[float]:
-        return request.limits(placement, chosen.peak_microbatches(request.pipeline_size, BUILT * m))
+        """Return the memory of each rank; without a limit, what the rank that has most may have."""
+        peak = chosen.peak_microbatches(request.pipeline_size, BUILT * m)
+        own = request.limits(placement, peak)
+        if request.limit.per_rank(costs) is not None:
+            return own
+        total = max(map(add, own, costs.fixed))
+        return [total - fixed for fixed in costs.fixed]
 
     orders = families.repeating_orders(chosen.name, long)
     if chosen.chooses_placement:
@@ -648,7 +657,19 @@ def _with_delay(chosen: Family, request: Request) -> Schedule:
             f"{chosen.name}: its order does not repeat from step to step, which an update delay "
             "needs: give 1f1b, interleaved, auto, or a schedule whose name begins with v- or zb-"
         )
-    return with_delay(chosen.name, request, orders, most)
+    places = dict.fromkeys(order.placement for order in orders)
+    searched = (
+        order
+        for place in places
+        for order in modulo_orders(
+            chosen.name,
+            place,
+            long.costs.for_placement(place),
+            long.num_microbatches,
+            splits_backward=chosen.splits_backward,
+        )
+    )
+    return with_delay(chosen.name, request, chain(orders, searched), most)
 
 
 def _base(chosen: Family, request: Request) -> Base:

@@ -234,7 +234,7 @@ def test_a_limit_chooses_another_order() -> None:
         ("v-min", 0.49),
         ("1f1b", 0.9),
         ("zb-h1", 0.5),
-        ("interleaved", 0.75),
+        ("interleaved", 0.7),
         ("auto", 0.4),
         ("v-zb", Limit(bytes=1.0)),
     ],

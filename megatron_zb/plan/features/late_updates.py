@@ -1,0 +1,215 @@
+"""Updates one step late: time and memory of each row of a plan without a flush.
+
+The search of a plan takes trainings whose updates come in time. This takes its rows, and builds
+each again with ``update_delay=1``, as a run with ``--pipeline-update-delay 1`` does. The optimizer
+and the gathering of its weights are work of a rank; the reduction of gradients runs beside passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.parsing import gib
+from megatron_zb.plan.byte_counts import OPTIMIZER
+from megatron_zb.plan.features.catalog import features_of
+from megatron_zb.plan.rows import Prediction
+from megatron_zb.plan.search import Plan
+from megatron_zb.plan.stages import StageWorkload
+from megatron_zb.plan.step import Travel, seconds_apart
+from megatron_zb.plan.table import name_in, setting_of
+from megatron_zb.schedules import catalog
+from megatron_zb.schedules.features.update_delay import GROUPS
+
+FLAG = "--late-updates"
+WAYS = ("plain", "feedback")
+_MOST_ROWS = 8
+"""Rows that are built without a flush."""
+_TURNS = 4
+"""Microbatches of a step that is built, in multiples of the ranks; more add work and no waits."""
+_FEEDBACK = 4
+"""Bytes that error feedback keeps for each of the optimizer's weights."""
+
+
+@dataclass(frozen=True)
+class LateRow:
+    """A row of a plan with late updates.
+
+    Args:
+        index: of the row in the plan.
+        seconds: of a step.
+        memory: of the worst rank, in bytes, with the weights before the last update, the gradients
+            of two groups, and what error feedback keeps.
+        fits: whether a GPU has as much.
+    """
+
+    index: int
+    seconds: float
+    memory: float
+    fits: bool
+
+
+def check_late(arguments: argparse.Namespace) -> None:
+    """Check that late updates go with the other arguments.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if arguments.late_updates is None:
+        return
+    others = (
+        ("--lengths", arguments.lengths),
+        ("--adapters", arguments.adapters),
+        ("--post-validation", arguments.post_validation or None),
+        ("--lora", arguments.lora),
+        ("--profile", arguments.profile),
+    )
+    for flag, value in others:
+        if value is not None:
+            raise UsageError(f"{FLAG} cannot be combined with {flag}: leave one out")
+
+
+def with_late_updates(plan: Plan, way: str) -> list[LateRow]:
+    """Return the rows of a plan that can have late updates, those with the most speed first.
+
+    Args:
+        way: ``plain``, or ``feedback`` with what error feedback keeps.
+    """
+    found = list[LateRow]()
+    built = set[tuple[object, ...]]()
+    for index, row in enumerate(plan.ranked):
+        known = (row.family, row.chunks, row.load.strategy, row.layout)
+        is_other = row.megatron or row.timeline is None
+        if is_other or known in built or len(found) >= _MOST_ROWS:
+            continue
+        built.add(known)
+        seconds = _seconds(row)
+        if seconds is not None:
+            memory = row.memory.total + _more_memory(row, way)
+            found.append(LateRow(index, seconds, memory, memory <= plan.job.memory))
+    return sorted(found, key=lambda it: (not it.fits, it.seconds / plan.ranked[it.index].tokens))
+
+
+def _seconds(row: Prediction) -> float | None:
+    """Return the seconds of a step, None for a schedule or features that cannot have a delay.
+
+    Of many microbatches some are built; each of the others takes what the busiest rank computes.
+    """
+    assert row.costs is not None and row.schedule is not None
+    states = max(_staged(row).states, key=lambda s: s.parameters)
+    travel = Travel.of(row.load, states)
+    update = seconds_apart(row.load, states, post_validation=False) + travel.gathering
+    p, m = row.load.strategy.pipeline, row.num_microbatches
+    few = min(m, _TURNS * p)
+    family = catalog.family(row.family)
+    try:
+        late = schedules.build(
+            row.family,
+            pipeline_size=p,
+            num_microbatches=few,
+            costs=row.costs,
+            chunks=row.chunks,
+            placement=None if family.placement is not None else row.schedule.placement,
+            memory_limit=row.memory_limit,
+            update_delay=1,
+            update_seconds=update,
+            reduction_seconds=travel.reduction,
+        )
+    except UsageError:
+        return None
+    assert late.report is not None and late.report.period is not None
+    each = (late.report.lower_bound / GROUPS - update) / few
+    return late.report.period + (m - few) * each
+
+
+def _more_memory(row: Prediction, way: str) -> float:
+    """Return the bytes of the worst rank beside those of a training without a delay.
+
+    Two copies of the weights, since the distributed optimizer gathers into a third one; two of the
+    gradients, while they are reduced; and what error feedback keeps.
+    """
+    found = []
+    for states in _staged(row).states:
+        feedback = _FEEDBACK / OPTIMIZER * states.optimizer if way == "feedback" else 0.0
+        found.append(2 * states.weights + 2 * states.gradients + feedback)
+    return max(found)
+
+
+def _staged(row: Prediction) -> StageWorkload:
+    assert row.schedule is not None
+    features = features_of(row.runs)
+    return StageWorkload(row.load, row.schedule.placement, row.layout, features)
+
+
+# --- a table, and JSON
+
+
+def print_late(plan: Plan, rows: Sequence[LateRow], console: Console) -> None:
+    """Print the rows, those with the most speed first, and what they gain."""
+    console.print(Text("\nUpdates one step late, with no flush", style="bold"), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("schedule", "setting"):
+        table.add_column(column, no_wrap=True)
+    for column in ("tokens/s/GPU", "in time", "memory", "fits"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        of = plan.ranked[row.index]
+        table.add_row(
+            name_in(plan, of),
+            setting_of(of),
+            f"{_speed(of, row):.0f}",
+            f"{of.tokens_per_gpu:.0f}",
+            gib(row.memory),
+            "yes" if row.fits else "no",
+        )
+    console.print(table)
+    console.print(Text(f" -  {advice(plan, rows)}"), highlight=False, soft_wrap=True)
+
+
+def advice(plan: Plan, rows: Sequence[LateRow]) -> str:
+    """Return what the fastest row that fits gains over the fastest one in time."""
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        return (
+            "no row has room for a second copy of its weights and gradients: give more pipeline or "
+            "tensor-parallel ranks"
+        )
+    best = fitting[0]
+    of, least = plan.ranked[best.index], max(row.tokens_per_gpu for row in plan.ranked)
+    gain = _speed(of, best) / least - 1
+    if gain <= 0:
+        return "updates in time are as fast: leave the delay out, since it changes the training"
+    return (
+        f"{gain:.1%} faster than the fastest row in time, but another training: "
+        f"--pipeline-schedule {of.family} --pipeline-update-delay 1"
+    )
+
+
+def late_as_json(plan: Plan, rows: Sequence[LateRow]) -> dict[str, Any]:
+    """Return the rows as data for JSON, in seconds and bytes."""
+    return {
+        "rows": [
+            {
+                "schedule": plan.ranked[row.index].candidate,
+                "index": row.index,
+                "seconds": row.seconds,
+                "tokens_per_second_per_gpu": _speed(plan.ranked[row.index], row),
+                "memory": row.memory,
+                "fits": row.fits,
+            }
+            for row in rows
+        ],
+    }
+
+
+def _speed(of: Prediction, row: LateRow) -> float:
+    """Return the tokens per second and GPU."""
+    return of.tokens / row.seconds / of.gpus
