@@ -1,7 +1,7 @@
 """The launcher, but rank 1 is killed in the middle of a step whose updates come late.
 
-It has loaded a checkpoint of step 2, so that its 4th update is that of step 6: one behind the
-checkpoint of step 5, with passes of step 7 around it.
+It has loaded a checkpoint of step 2 and saves one behind step 5. Its 4th update is that of step 6,
+and comes in the middle of step 7.
 """
 
 from __future__ import annotations
@@ -10,24 +10,34 @@ import os
 import signal
 import sys
 from itertools import count
+from typing import Any
+from unittest.mock import patch
 
-from megatron_zb.launch import main
-from megatron_zb.megatron_core.late_updates import LateUpdates
+from megatron_zb import launch
 
-_KILLED_AT = 4
+RANK, UPDATE = 1, 4
 
 
 def kill_at_an_update() -> None:
-    update, calls = LateUpdates.update, count(1)
+    prepare = launch._prepare
 
-    def killed(self: LateUpdates, group: int) -> None:
-        if next(calls) == _KILLED_AT and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        update(self, group)
+    def prepared(*arguments: Any) -> Any:
+        script = prepare(*arguments)
+        from megatron_zb.megatron_core.late_updates import LateUpdates
 
-    LateUpdates.update = killed  # type: ignore[method-assign]
+        update, numbers = LateUpdates.update, count(1)
+
+        def counted(self: LateUpdates, group: int) -> None:
+            if next(numbers) == UPDATE and int(os.environ["RANK"]) == RANK:
+                os.kill(os.getpid(), signal.SIGKILL)
+            update(self, group)
+
+        patch.object(LateUpdates, "update", counted).start()
+        return script
+
+    patch.object(launch, "_prepare", prepared).start()
 
 
 if __name__ == "__main__":
     kill_at_an_update()
-    main(sys.argv[1:])
+    launch.main(sys.argv[1:])
