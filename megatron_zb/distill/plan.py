@@ -35,6 +35,7 @@ _OF_OTHERS = {
     "pipeline": None,
     "recompute": None,
     "adapters": None,
+    "late_updates": None,
     "lora": None,
     "lengths": None,
     "packing": None,
