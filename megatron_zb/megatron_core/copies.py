@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.checkpoints import as_replicas, sums_of
 from megatron_zb.megatron_core.data_iterators import Passing
-from megatron_zb.megatron_core.data_parallel import overlaps_grad_reduce
+from megatron_zb.megatron_core.data_parallel import gradients_of, overlaps_grad_reduce
 from megatron_zb.megatron_core.model_ends import gradient_of
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.step import Step, StepPart, device
@@ -182,7 +182,7 @@ def _units_on(step: Step, stage: int) -> Sequence[int]:
 def _gradients(chunk: Any) -> list[torch.Tensor]:
     """Return the gradients of a chunk: buffers of data parallelism, or those of each weight."""
     if hasattr(chunk, "finish_grad_sync"):
-        return [it.grad_data for it in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return gradients_of(chunk)
     return [gradient_of(weight) for weight in chunk.parameters() if weight.requires_grad]
 
 

@@ -31,6 +31,11 @@ from megatron_zb.schedules.passes import PassKind
 _GATHERED_UP_FRONT = 2
 
 
+def gradients_of(chunk: Any) -> list[torch.Tensor]:
+    """Return the buffers of the gradients of a chunk that is wrapped for data parallelism."""
+    return [it.grad_data for it in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
 class DataParallelPart(StepPart):
     """Gathers and reductions of the steps.
 

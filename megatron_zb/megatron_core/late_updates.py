@@ -37,10 +37,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.data_parallel import overlaps_grad_reduce
+from megatron_zb.megatron_core.data_parallel import gradients_of, overlaps_grad_reduce
 from megatron_zb.megatron_core.post_validation import PostValidationPart, is_stub
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
-from megatron_zb.megatron_core.started_reductions import StartedReductions, gradients_of
+from megatron_zb.megatron_core.started_reductions import StartedReductions
 from megatron_zb.megatron_core.step import Passes, Step, StepPart
 from megatron_zb.megatron_core.verification import Verification
 from megatron_zb.megatron_core.warm_up import WarmUp

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-
-def gradients_of(chunk: Any) -> list[torch.Tensor]:
-    """Return the buffers of a chunk's gradients."""
-    return [it.grad_data for it in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.data_parallel import gradients_of
 
 
 class StartedReductions:
@@ -36,14 +34,16 @@ class StartedReductions:
         *,
         force_all_reduce: bool | None = False,
     ) -> None:
-        self._chunks = [chunks[number] for number in aside if _can_start(chunks[number])]
-        self._handles = []
+        self._chunks, self._handles = list[Any](), list[Any]()
         for number, copies in aside.items():
-            if _can_start(chunks[number]):
-                for group in _bucket_groups(chunks[number]):
-                    with _on_copies(group, gradients_of(chunks[number]), copies):
-                        group.start_grad_sync(force_all_reduce=force_all_reduce)
-                        self._handles.append(group.grad_reduce_handle)
+            chunk = chunks[number]
+            if not _can_start(chunk):
+                continue
+            self._chunks.append(chunk)
+            for group in _bucket_groups(chunk):
+                with _on_copies(group, gradients_of(chunk), copies):
+                    group.start_grad_sync(force_all_reduce=force_all_reduce)
+                    self._handles.append(group.grad_reduce_handle)
 
     def wait(self) -> None:
         """Wait until the reductions have ended."""
@@ -70,9 +70,9 @@ def _can_start(chunk: Any) -> bool:
     They cannot where gradients of a higher precision lie elsewhere than in the buffers, nor where
     the distributed optimizer has several instances. Megatron reduces those at once.
     """
-    is_one = getattr(chunk.ddp_config, "num_distributed_optimizer_instances", 1) == 1
     buckets = (bucket for group in _bucket_groups(chunk) for bucket in group.buckets)
-    return is_one and not any(getattr(it, "params_with_extra_main_grads", ()) for it in buckets)
+    is_one = chunk.ddp_config.num_distributed_optimizer_instances == 1
+    return is_one and not any(map(versions.has_gradients_elsewhere, buckets))
 
 
 def _bucket_groups(chunk: Any) -> list[Any]:

@@ -495,6 +495,11 @@ def gradients_for_norm(optimizer: Any) -> list[Any]:
     return found
 
 
+def has_gradients_elsewhere(bucket: Any) -> bool:
+    """Return whether gradients of a bucket are added up outside its buffer, which 0.19 may do."""
+    return bool(getattr(bucket, "params_with_extra_main_grads", ()))
+
+
 def data_parallel_group(pg_collection: Any) -> Any:
     """Return the group to count tokens over; 0.19 also widens it where weights are sharded."""
     return getattr(pg_collection, "dp_cp_gtp_remat", None) or pg_collection.dp_cp

@@ -657,7 +657,8 @@ def _with_delay(chosen: Family, request: Request) -> Schedule:
             f"{chosen.name}: its order does not repeat from step to step, which an update delay "
             "needs: give 1f1b, interleaved, auto, or a schedule whose name begins with v- or zb-"
         )
-    places = dict.fromkeys(order.placement for order in orders)
+    may_search = request.group_size is None  # which asks for one order
+    places = dict.fromkeys(order.placement for order in orders if may_search)
     searched = (
         order
         for place in places

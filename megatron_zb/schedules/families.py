@@ -506,11 +506,11 @@ def repeating_orders(name: str, request: Request) -> list[Schedule]:
     """
     p, m = request.pipeline_size, request.num_microbatches
     if name == "interleaved":
+        own = interleaved(request)
+        if request.group_size is not None:
+            return [own]
         block = interleaved_block(p, request.chunks or INTERLEAVED_CHUNKS)
-        return [
-            interleaved(request),
-            Schedule(name, block.placement, m, fuse_all(block.repeat(m))),
-        ]
+        return [own, Schedule(name, block.placement, m, fuse_all(block.repeat(m)))]
     offsets = (v_zb_offsets, v_half_offsets, v_min_offsets)
     of_v = {"v-min": offsets[2:], "v-half": offsets[1:], "v-zb": offsets, "auto": offsets}
     blocks = [v_block(p, each) for each in of_v.get(name, ())]

@@ -492,7 +492,7 @@ class _Replaying:
             if self._arrival[code] < 0.0:
                 return begin, begin, code
             begin = max(begin, self._arrival[code] + lag)
-        if lag:  # also behind those of its own rank
+        if lag:  # a reduction waits for the passes of its own rank, too
             begin = max(begin, *(self._arrival[code] + lag for code in graph.more.get(node, ())))
         if p in pairs and self._costs is not None:
             seconds = self._costs.pair_seconds(Pair(p, passes[i + 1]))

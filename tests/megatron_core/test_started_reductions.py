@@ -11,7 +11,8 @@ from gpt_cases import GPTCase, built
 from model_options import EXPERTS, options
 from ranks import RankPools
 
-from megatron_zb.megatron_core.started_reductions import StartedReductions, gradients_of
+from megatron_zb.megatron_core.data_parallel import gradients_of
+from megatron_zb.megatron_core.started_reductions import StartedReductions
 
 CASE = GPTCase(layers=4, data_parallel=2)
 CASES = {

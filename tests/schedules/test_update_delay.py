@@ -651,6 +651,17 @@ def test_the_block_of_a_loop_never_meets_itself(p: int, chunks: int) -> None:
     assert block.forward[-1] + 1 == block.backward[-1]
 
 
+def test_groups_of_microbatches_that_are_asked_for_are_kept() -> None:
+    """An order of other groups would be as fast, or faster, and is not taken."""
+    found = late_with("interleaved", 4, 8, group_size=4)
+    first = [p.microbatch for p in found.ranks[0] if p.kind is F and p.stage == 0][:4]
+    ahead = [p for p in found.ranks[0] if p.kind is F][:5]
+    assert first == [0, 1, 2, 3] and ahead[-1].stage == 4
+    with pytest.raises(UsageError, match="more microbatches than 4"):
+        late_with("interleaved", 8, 4, group_size=8)
+    assert late_with("interleaved", 8, 4).report is not None
+
+
 def test_interleaved_takes_its_block_where_its_own_order_is_too_long() -> None:
     """Its own order holds more, so that the next step begins too late with few microbatches."""
     few, many = late("interleaved", 8, 8), late("interleaved", 8, 16)

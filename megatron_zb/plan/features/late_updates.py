@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rich.console import Console
@@ -19,18 +20,18 @@ from rich.text import Text
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import gib
-from megatron_zb.plan.byte_counts import OPTIMIZER
+from megatron_zb.plan.byte_counts import OPTIMIZER, StateBytes
 from megatron_zb.plan.features.catalog import features_of
+from megatron_zb.plan.prediction import worst_rank
 from megatron_zb.plan.rows import Prediction
 from megatron_zb.plan.search import Plan
 from megatron_zb.plan.stages import StageWorkload
 from megatron_zb.plan.step import Travel, seconds_apart
 from megatron_zb.plan.table import name_in, setting_of
-from megatron_zb.schedules import catalog
+from megatron_zb.schedules import PassKind, Schedule, catalog
 from megatron_zb.schedules.features.update_delay import GROUPS
 
 FLAG = "--late-updates"
-WAYS = ("plain", "feedback")
 _MOST_ROWS = 8
 """Rows that are built without a flush."""
 _TURNS = 4
@@ -46,8 +47,7 @@ class LateRow:
     Args:
         index: of the row in the plan.
         seconds: of a step.
-        memory: of the worst rank, in bytes, with the weights before the last update, the gradients
-            of two groups, and what error feedback keeps.
+        memory: of the worst rank, in bytes.
         fits: whether a GPU has as much.
     """
 
@@ -70,7 +70,6 @@ def check_late(arguments: argparse.Namespace) -> None:
         ("--adapters", arguments.adapters),
         ("--post-validation", arguments.post_validation or None),
         ("--lora", arguments.lora),
-        ("--profile", arguments.profile),
     )
     for flag, value in others:
         if value is not None:
@@ -91,20 +90,21 @@ def with_late_updates(plan: Plan, way: str) -> list[LateRow]:
         if is_other or known in built or len(found) >= _MOST_ROWS:
             continue
         built.add(known)
-        seconds = _seconds(row)
-        if seconds is not None:
-            memory = row.memory.total + _more_memory(row, way)
-            found.append(LateRow(index, seconds, memory, memory <= plan.job.memory))
+        found += _rebuilt(index, row, plan, way)
     return sorted(found, key=lambda it: (not it.fits, it.seconds / plan.ranked[it.index].tokens))
 
 
-def _seconds(row: Prediction) -> float | None:
-    """Return the seconds of a step, None for a schedule or features that cannot have a delay.
+def _rebuilt(index: int, row: Prediction, plan: Plan, way: str) -> list[LateRow]:
+    """Return a row with late updates, none for a schedule or features that cannot have them.
 
     Of many microbatches some are built; each of the others takes what the busiest rank computes.
     """
     assert row.costs is not None and row.schedule is not None
-    states = max(_staged(row).states, key=lambda s: s.parameters)
+    features = features_of(row.runs)
+    staged = _LateWorkload(
+        row.load, row.schedule.placement, row.layout, features, feedback=way == "feedback"
+    )
+    states = max(staged.states, key=lambda s: s.parameters)
     travel = Travel.of(row.load, states)
     update = seconds_apart(row.load, states, post_validation=False) + travel.gathering
     p, m = row.load.strategy.pipeline, row.num_microbatches
@@ -124,29 +124,43 @@ def _seconds(row: Prediction) -> float | None:
             reduction_seconds=travel.reduction,
         )
     except UsageError:
-        return None
+        return []
     assert late.report is not None and late.report.period is not None
     each = (late.report.lower_bound / GROUPS - update) / few
-    return late.report.period + (m - few) * each
+    memory = worst_rank(staged, _without_updates(late), snapshot=False).total
+    seconds = late.report.period + (m - few) * each
+    return [LateRow(index, seconds, memory, memory <= plan.job.memory)]
 
 
-def _more_memory(row: Prediction, way: str) -> float:
-    """Return the bytes of the worst rank beside those of a training without a delay.
+@dataclass(frozen=True)
+class _LateWorkload(StageWorkload):
+    """A workload whose ranks keep copies of weights and gradients.
 
     Two copies of the weights, since the distributed optimizer gathers into a third one; two of the
-    gradients, while they are reduced; and what error feedback keeps.
+    gradients, while they are reduced; and, with ``feedback``, the last update of each weight.
     """
-    found = []
-    for states in _staged(row).states:
-        feedback = _FEEDBACK / OPTIMIZER * states.optimizer if way == "feedback" else 0.0
-        found.append(2 * states.weights + 2 * states.gradients + feedback)
-    return max(found)
+
+    feedback: bool = False
+
+    @cached_property
+    def states(self) -> tuple[StateBytes, ...]:
+        """Bytes that each pipeline rank keeps from step to step."""
+        kept = _FEEDBACK / OPTIMIZER if self.feedback else 0.0
+        return tuple(
+            replace(
+                it,
+                weights=3 * it.weights,
+                gradients=3 * it.gradients,
+                optimizer=(1 + kept) * it.optimizer,
+            )
+            for it in super().states
+        )
 
 
-def _staged(row: Prediction) -> StageWorkload:
-    assert row.schedule is not None
-    features = features_of(row.runs)
-    return StageWorkload(row.load, row.schedule.placement, row.layout, features)
+def _without_updates(late: Schedule) -> Schedule:
+    """Return the order of passes that hold activations."""
+    ranks = (tuple(p for p in rank if p.kind is not PassKind.U) for rank in late.ranks)
+    return replace(late, ranks=tuple(ranks))
 
 
 # --- a table, and JSON
@@ -176,6 +190,11 @@ def print_late(plan: Plan, rows: Sequence[LateRow], console: Console) -> None:
 
 def advice(plan: Plan, rows: Sequence[LateRow]) -> str:
     """Return what the fastest row that fits gains over the fastest one in time."""
+    if not rows:
+        return (
+            "no row can have late updates: they need 1f1b, interleaved, auto, or a schedule whose "
+            "name begins with v- or zb-, and no feature of the schedule"
+        )
     fitting = [row for row in rows if row.fits]
     if not fitting:
         return (
@@ -183,13 +202,14 @@ def advice(plan: Plan, rows: Sequence[LateRow]) -> str:
             "tensor-parallel ranks"
         )
     best = fitting[0]
-    of, least = plan.ranked[best.index], max(row.tokens_per_gpu for row in plan.ranked)
-    gain = _speed(of, best) / least - 1
+    of, in_time = plan.ranked[best.index], max(row.tokens_per_gpu for row in plan.ranked)
+    gain = _speed(of, best) / in_time - 1
     if gain <= 0:
         return "updates in time are as fast: leave the delay out, since it changes the training"
     return (
         f"{gain:.1%} faster than the fastest row in time, but another training: "
-        f"--pipeline-schedule {of.family} --pipeline-update-delay 1"
+        f"--pipeline-schedule {of.family} --pipeline-update-delay 1, without --overlap-grad-reduce "
+        "and --overlap-param-gather"
     )
 
 
