@@ -80,6 +80,7 @@ NEEDS = {
     "pipeline_adapter_steps": "`--pipeline-adapters`",
     "pipeline_update_delay": "`1f1b`, `interleaved`, `zb-h1`, `v-min`, `v-half`, `v-zb` or `auto`",
     "pipeline_update_feedback": "`--pipeline-update-delay 1`",
+    "pipeline_update_prediction": "`--pipeline-update-delay 1`",
     "pipeline_encoder": "a [model with an encoder](schedules.md#a-second-model-in-the-gaps)",
     "pipeline_adapters": "`--load`, and a file of [adapters](adapters.md)",
     "pipeline_timeout": "nothing",
@@ -111,6 +112,8 @@ EXAMPLES = {
     "pipeline_update_delay": "--pipeline-schedule v-half --pipeline-update-delay 1",
     "pipeline_update_feedback": "--pipeline-schedule v-half --pipeline-update-delay 1 "
     "--pipeline-update-feedback on",
+    "pipeline_update_prediction": "--pipeline-schedule v-half --pipeline-update-delay 1 "
+    "--pipeline-update-prediction linear",
     "pipeline_profile": "--pipeline-schedule zb-h1 --pipeline-profile run.yaml",
     "pipeline_verify": "--pipeline-schedule v-half --pipeline-verify",
     "pipeline_warm_up": "--pipeline-schedule v-half --pipeline-warm-up off",

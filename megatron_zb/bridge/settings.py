@@ -23,6 +23,7 @@ _ELSEWHERE = (
     "pipeline_schedule_cache",
     "pipeline_update_delay",
     "pipeline_update_feedback",
+    "pipeline_update_prediction",
     "post_validation_snapshot",
 )
 

@@ -282,7 +282,14 @@ class ScheduleSettings:
         choices=("on", "off"),
         help="with --pipeline-update-delay 1: add the difference of the last two updates to every "
         "update, which makes up for a part of what a late update loses (default: on with Muon, off "
-        "with other optimizers)",
+        "with other optimizers and with a prediction)",
+    )
+    pipeline_update_prediction: str | None = _setting(
+        choices=("linear", "momentum"),
+        help="with --pipeline-update-delay 1: compute with predicted weights, which makes up for a "
+        "part of what a late update loses, most with AdamW. 'linear' goes on along the last "
+        "update, with any optimizer. 'momentum' goes along the momentum of SGD, Adam or AdamW. "
+        "Every rank keeps a third copy of its weights (default: no prediction)",
     )
     enable_optimizer_post_validation: bool = _setting(
         False,
@@ -398,6 +405,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
         *_RUN_NAMES,
         "pipeline_update_delay",
         "pipeline_update_feedback",
+        "pipeline_update_prediction",
         "enable_optimizer_post_validation",
         "post_validation_snapshot",
     ),

@@ -400,6 +400,7 @@ class PipelineAdapter:
         may_read_ahead: Callable[[], bool] = lambda: True,
         *,
         feedback: float | None = None,
+        prediction: str | None = None,
     ) -> DelayedPart:
         """Let updates come one step late, as the schedule was built for; before the first step.
 
@@ -415,12 +416,14 @@ class PipelineAdapter:
                 the next step. It may not where there is none, or a ``restart`` comes between.
             feedback: strength of the error feedback, 0 for none; by default 1 with Muon and 0 with
                 others.
+            prediction: ``linear`` or ``momentum``: compute with weights predicted along the last
+                update, or along the momentum of SGD, Adam or AdamW.
 
         Raises:
             UsageError: the schedule was built without a delay, or the optimizer is not served.
         """
         programs = CallPrograms(self.schedule, self.costs)
-        updates = LateUpdates(optimizer, scheduler, chunks, feedback)
+        updates = LateUpdates(optimizer, scheduler, chunks, feedback, prediction)
         part = DelayedPart(programs, updates, may_read_ahead)
         self._add(part)
         return part

@@ -12,7 +12,8 @@ not ended:
 3. Where all ranks may meet before the update, it waits for that reduction. It ends what Megatron
    does with gradients, which other ranks of the pipeline may take part in, and starts the sum of
    their squares over the model.
-4. At the update it waits for that sum, clips, and steps the optimizer on the newest weights.
+4. At the update it waits for that sum, clips, and steps the optimizer on the newest weights. With
+   gradients that are not finite in fp16 it skips that step, as all other ranks do.
 5. ``optimizer.step`` reports the update that the call has made, and ``zero_grad`` does nothing.
 
 Before anything else reads weights, such as an evaluation, :meth:`DelayedPart.drain` ends the group
@@ -26,7 +27,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,7 +39,12 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.data_parallel import gradients_of, overlaps_grad_reduce
-from megatron_zb.megatron_core.post_validation import PostValidationPart, is_stub
+from megatron_zb.megatron_core.delayed_state import LossScales, RouterBiases
+from megatron_zb.megatron_core.post_validation import (
+    PostValidationPart,
+    bring_to_model,
+    is_stub,
+)
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
 from megatron_zb.megatron_core.started_reductions import StartedReductions
 from megatron_zb.megatron_core.step import Passes, Step, StepPart
@@ -46,13 +52,28 @@ from megatron_zb.megatron_core.verification import Verification
 from megatron_zb.megatron_core.warm_up import WarmUp
 from megatron_zb.runtime.channels import new_groups
 from megatron_zb.runtime.executor import TRAINING, Execution, Handler
-from megatron_zb.runtime.update_rules import ErrorFeedback, PlainUpdate, UpdateRule
+from megatron_zb.runtime.update_rules import (
+    ErrorFeedback,
+    LinearPrediction,
+    PlainUpdate,
+    UpdateRule,
+    WeightPrediction,
+)
 from megatron_zb.runtime.weight_banks import WeightBanks
 from megatron_zb.schedules.call_programs import Call, CallPrograms
 from megatron_zb.schedules.lowering import Instruction, Program, Send
 from megatron_zb.schedules.passes import Message, PassKind
 
+PREDICTIONS: Mapping[str, Callable[[], UpdateRule]] = {
+    "linear": LinearPrediction,
+    "momentum": WeightPrediction,
+}
+"""Rules by which the next group computes with predicted weights."""
+
 _SERVED = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
+
+_COUNTING = ("global_aux_loss", "quantile_balancing")
+"""Ways to balance experts whose routers add up what they see of all microbatches of a step."""
 
 _WHOLE_STEPS: Mapping[type[StepPart], str] = {
     Verification: "verification",
@@ -74,11 +95,13 @@ class _Reduced(NamedTuple):
     """Gradients of a group, put aside until its update, and the sum of their squares.
 
     ``gradients`` has those of each optimizer, beside its parameters; None for one without.
+    ``is_skipped`` says that they are not finite on some rank, which a loss scale can lead to.
     """
 
     gradients: list[list[torch.Tensor | None]]
     squares: torch.Tensor
     works: list[Any]
+    is_skipped: bool
 
 
 class LateUpdates:
@@ -92,7 +115,8 @@ class LateUpdates:
         scheduler: of the learning rate, None without.
         chunks: of this rank, wrapped for data parallelism.
         feedback: strength of the error feedback, 0 for none; None for 1 with Muon and 0 with
-            others.
+            others, and 0 with a prediction.
+        prediction: one of :data:`PREDICTIONS`, by which groups compute with predicted weights.
 
     Raises:
         UsageError: the optimizer, or its data parallelism, is of a kind that is not served.
@@ -104,18 +128,26 @@ class LateUpdates:
         scheduler: Any,
         chunks: Sequence[Any],
         feedback: float | None = None,
+        prediction: str | None = None,
     ) -> None:
         self._optimizer, self._chunks = optimizer, list(chunks)
         self._each = list(getattr(optimizer, "chained_optimizers", [optimizer]))
         self._check()
         if feedback is None:
-            feedback = float(any(map(_is_muon, self._each)))
+            feedback = float(any(map(_is_muon, self._each)) and prediction is None)
         self.feedback = feedback
         """Strength of the error feedback."""
-        self._rules = [_rule_of(feedback) for _ in self._each]
+        self._new_rule = _rule_of(feedback, prediction)
+        self._rules = [self._new_rule() for _ in self._each]
+        for optimizer_of_some, rule in zip(self._each, self._rules, strict=True):
+            if not is_stub(optimizer_of_some):
+                rule.check(optimizer_of_some.optimizer)
         parameters = {id(it): it for chunk in chunks for it in chunk.parameters()}
-        keeps_home = any(type(it).__name__ == "DistributedOptimizer" for it in self._each)
-        self.banks = WeightBanks(parameters.values(), keeps_home=keeps_home)
+        is_distributed = any(map(_is_distributed, self._each))
+        self.banks = WeightBanks(
+            parameters.values(), keeps_home=is_distributed or prediction is not None
+        )
+        self._states = (LossScales(self._each), RouterBiases(chunks))
         ranks = [dist.get_process_group_ranks(_group_of(it)) for it in self._each]
         self._groups = new_groups(ranks)
         self._aside: dict[int, list[torch.Tensor]] = {}
@@ -123,7 +155,7 @@ class LateUpdates:
         self._reduced: dict[int, _Reduced] = {}
         self.norm: float | None = None
         """Norm of the gradients of the last update, None before the first one."""
-        self._has_updated = False
+        self._has_updated, self._was_skipped = False, False
         self._owed: list[Callable[[], Any]] = []
         self._zero_optimizer = optimizer.zero_grad
         self._zero_chunks = [chunk.zero_grad_buffer for chunk in self._chunks]
@@ -142,11 +174,6 @@ class LateUpdates:
                     f"an update delay is not possible with {name}: leave it out, or use one of "
                     f"{', '.join(_SERVED)}"
                 )
-        if any(getattr(it, "grad_scaler", None) is not None for it in self._each):
-            raise UsageError(
-                "an update delay is not possible with a loss scale, which all passes of a step "
-                "must share: leave it out, or train in bf16"
-            )
         if any(map(overlaps_grad_reduce, self._chunks)):
             raise UsageError(
                 "an update delay starts the reductions of a whole group itself: leave "
@@ -157,7 +184,7 @@ class LateUpdates:
 
     def _report(self) -> tuple[bool, float | None, None]:
         """Return what ``optimizer.step`` returns, for the update of the last call."""
-        return True, self.norm, None
+        return not (self._has_updated and self._was_skipped), self.norm, None
 
     def _step_scheduler(self, *arguments: Any, **keywords: Any) -> None:
         """Step the scheduler once the update that it follows has been made."""
@@ -176,6 +203,19 @@ class LateUpdates:
     def select(self, group: int) -> None:
         """Let the chunks compute with the weights of a group: after one update fewer than it."""
         self.banks.select(max(group - 1, 0))
+        for state in self._states:
+            state.select(group)
+
+    def keep(self, kind: PassKind, group: int) -> None:
+        """Keep what a pass of a group has made, behind it."""
+        for state in self._states:
+            state.keep(kind, group)
+
+    def rest(self) -> None:
+        """Have the newest weights in place, between two calls."""
+        self.banks.rest()
+        for state in self._states:
+            state.rest()
 
     def put_aside(self, chunk: int) -> None:
         """Put the gradients of a chunk aside: the last W of a group has run on it."""
@@ -195,7 +235,11 @@ class LateUpdates:
         """
         started = self._started.pop(group)
         started.reductions.wait()
-        with self._put_back(started.aside), started.reductions.not_again():
+        with ExitStack() as stack:
+            stack.enter_context(self._put_back(started.aside))
+            stack.enter_context(started.reductions.not_again())
+            for state in self._states:
+                stack.enter_context(state.reducing(group))
             self._reduced[group] = self._reduce(step)
 
     @contextmanager
@@ -221,7 +265,7 @@ class LateUpdates:
                 pg_collection=step.pg_collection,
                 force_all_reduce=step.force_all_reduce,
             )
-        gradients, works = [], []
+        gradients, works, is_skipped = [], [], False
         squares = torch.zeros(
             len(self._each), dtype=torch.float32, device=torch.cuda.current_device()
         )
@@ -229,8 +273,8 @@ class LateUpdates:
             zip(self._each, self._groups, strict=True)
         ):
             own = list[torch.Tensor | None]()
+            is_skipped |= optimizer.prepare_grads()
             if not is_stub(optimizer):
-                optimizer.prepare_grads()
                 for found in versions.gradients_for_norm(optimizer):
                     squares[number] += found.float().square().sum()
                 for parameter in optimizer.get_parameters():
@@ -238,7 +282,7 @@ class LateUpdates:
                     parameter.grad = None
             gradients.append(own)
             works.append(dist.all_reduce(squares[number], group=process_group, async_op=True))
-        return _Reduced(gradients, squares, works)
+        return _Reduced(gradients, squares, works, is_skipped)
 
     @torch.no_grad()
     def update(self, group: int) -> None:
@@ -246,6 +290,20 @@ class LateUpdates:
         reduced = self._reduced.pop(group)
         for work in reduced.works:
             work.wait()
+        self._was_skipped = reduced.is_skipped
+        if reduced.is_skipped:
+            self.norm = None
+            self.banks.update(_nothing)
+        else:
+            self._clip(reduced)
+            self.banks.update(self._step_all, self._ahead)
+        for state in self._states:
+            state.update(group)
+        self._zero_optimizer()
+        self._has_updated = True
+
+    def _clip(self, reduced: _Reduced) -> None:
+        """Give the gradients of a group to the optimizers, clipped by their norm."""
         self.norm = math.sqrt(reduced.squares.sum().item())
         for optimizer, gradients in zip(self._each, reduced.gradients, strict=True):
             if is_stub(optimizer):
@@ -256,9 +314,6 @@ class LateUpdates:
             most = optimizer.config.clip_grad
             if most > 0 and own:
                 clip_grad_by_total_norm_fp32(own, most, self.norm)
-        self.banks.update(self._step_all)
-        self._zero_optimizer()
-        self._has_updated = True
 
     def _step_all(self) -> None:
         for optimizer, rule in zip(self._each, self._rules, strict=True):
@@ -266,15 +321,35 @@ class LateUpdates:
                 with _by_rule(optimizer, rule):
                     optimizer.step_with_ready_grads()
 
+    @contextmanager
+    def _ahead(self) -> Iterator[None]:
+        """Have the predicted weights in place of the newest ones, if a rule predicts some."""
+        moved = list[tuple[Any, list[torch.Tensor]]]()
+        for optimizer, rule in zip(self._each, self._rules, strict=True):
+            if is_stub(optimizer):
+                continue
+            own = optimizer.get_parameters()
+            ahead = rule.ahead(own, optimizer.optimizer)
+            if ahead is not None:
+                moved.append((optimizer, [it.detach().clone() for it in own]))
+                _place(optimizer, ahead)
+        yield
+        for optimizer, newest in moved:
+            _place(optimizer, newest)
+
     def forget(self) -> None:
         """Forget the older weights, and what the rules remember of earlier updates."""
         self.banks.forget_older()
-        self._rules = [_rule_of(self.feedback) for _ in self._each]
+        self._rules = [self._new_rule() for _ in self._each]
+        for state in self._states:
+            state.forget()
 
     def end_drain(self) -> None:
-        """Step the scheduler for the update of a drain."""
-        while self._owed:
-            self._owed.pop(0)()
+        """Step the scheduler for the update of a drain, unless it was skipped."""
+        owed, self._owed = self._owed, []
+        for step in owed:
+            if not self._was_skipped:
+                step()
 
     def _clear(self) -> None:
         for zero in self._zero_chunks:
@@ -285,8 +360,31 @@ def _nothing(*arguments: Any, **keywords: Any) -> None:
     """Leave gradients alone: those of a group that has not ended are among them."""
 
 
-def _rule_of(feedback: float) -> UpdateRule:
-    return ErrorFeedback(feedback) if feedback else PlainUpdate()
+def _rule_of(feedback: float, prediction: str | None) -> Callable[[], UpdateRule]:
+    """Return what makes the rule of an optimizer.
+
+    Raises:
+        UsageError: there is both a feedback and a prediction.
+    """
+    if feedback and prediction is not None:
+        raise UsageError(
+            "error feedback and a prediction both make up for the delay: leave one of them out"
+        )
+    if prediction is not None:
+        return PREDICTIONS[prediction]
+    return partial(ErrorFeedback, feedback) if feedback else PlainUpdate
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    return type(optimizer).__name__ == "DistributedOptimizer"
+
+
+@torch.no_grad()
+def _place(optimizer: Any, weights: Sequence[torch.Tensor]) -> None:
+    """Give other weights to an optimizer and to its model, on all replicas alike."""
+    for parameter, weight in zip(optimizer.get_parameters(), weights, strict=True):
+        parameter.data.copy_(weight)
+    bring_to_model([optimizer])
 
 
 def _is_muon(optimizer: Any) -> bool:
@@ -390,10 +488,9 @@ class DelayedPart(StepPart):
     def _check(self, step: Step) -> None:
         names = [_WHOLE_STEPS[type(part)] for part in step.parts if type(part) in _WHOLE_STEPS]
         names += ["calculate_per_token_loss"] if step.config.calculate_per_token_loss else []
-        settings = ("moe_router_enable_expert_bias", "mtp_num_layers")
-        names += [name for name in settings if getattr(step.config, name, None)]
+        names += ["mtp_num_layers"] if getattr(step.config, "mtp_num_layers", None) else []
         balancing = getattr(step.config, "moe_router_load_balancing_type", None) or ""
-        names += ["global_aux_loss"] if "global_aux_loss" in balancing else []
+        names += [name for name in _COUNTING if name in balancing]
         names += ["unequal microbatches"] if step.lengths is not None or step.shapes_vary else []
         names += ["CUDA graphs"] if step.captured else []
         if names:
@@ -458,7 +555,7 @@ class DelayedPart(StepPart):
 
     def _end(self, group: int) -> None:
         self._begun.pop(group, None)
-        self._updates.banks.rest()
+        self._updates.rest()
 
     def _run(self, program: Program, passes: Passes, step: Step) -> None:
         stages = {number: number for number in passes.stages}
@@ -510,6 +607,7 @@ class DelayedPart(StepPart):
         if begun.number is not None:
             own.streams.start_step(begun.number)
         result = handler(own, microbatch, *received)
+        self._updates.keep(kind, group)
         if kind in (PassKind.W, PassKind.BW):
             self._count_weight(group, begun, stage)
         return result

@@ -20,6 +20,7 @@ from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.late_updates import DelayedPart
 from megatron_zb.megatron_core.step import say_on_first_rank
 from megatron_zb.megatron_lm.replacing import replace, when
+from megatron_zb.parsing import flag_of
 
 FLAG = "--pipeline-update-delay 1"
 
@@ -30,6 +31,12 @@ _READERS = (
 )
 """Functions of the training loop that read what a step has made, or end the job."""
 _WRITERS = ("save_checkpoint_and_time", "save_checkpoint")
+_OVERLAPS = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "overlap_param_gather_with_optimizer_step",
+)
+"""Settings that change when gradients are reduced and weights gathered, and no number."""
 _INTERVALS = ("save_interval", "non_persistent_save_interval", "exit_interval")
 """Steps behind which the loop saves, or ends."""
 
@@ -47,7 +54,13 @@ def prepare(args: Any) -> list[str]:
             f"{FLAG} sets --rerun-mode disabled: a NaN loss ends the job at once, without a second "
             "try"
         )
-    if args.optimizer != "muon":
+    overlaps = [name for name in _OVERLAPS if getattr(args, name, False)]
+    for name in overlaps:
+        setattr(args, name, False)
+    if overlaps:
+        flags = " and ".join(flag_of(name) for name in overlaps)
+        lines.append(f"{FLAG} reduces gradients beside the passes of the next step: {flags} is off")
+    if "muon" not in args.optimizer:
         lines.append(
             f"{FLAG} changes the training, and {args.optimizer} loses more by it than Muon: the "
             "published gap of AdamW is over 0.2 in validation loss, that of Muon 0.01 "
@@ -62,6 +75,7 @@ class UpdateDelayHooks:
     def __init__(self) -> None:
         self._adapter: PipelineAdapter | None = None
         self._feedback: float | None = None
+        self._prediction: str | None = None
         self._part: DelayedPart | None = None
 
     def enable(self, adapter: PipelineAdapter, args: Any) -> None:
@@ -69,6 +83,7 @@ class UpdateDelayHooks:
         self._adapter = adapter
         asked = args.pipeline_update_feedback
         self._feedback = None if asked is None else float(asked == "on")
+        self._prediction = args.pipeline_update_prediction
 
     def forget(self) -> None:
         """Delay nothing until it is enabled again."""
@@ -98,12 +113,18 @@ class UpdateDelayHooks:
                 call["model"],
                 _may_read_ahead,
                 feedback=self._feedback,
+                prediction=self._prediction,
             )
         except UsageError as error:
             end_with(error, dist.get_rank())
+        what = (
+            f"groups compute with weights of {self._prediction} prediction"
+            if self._prediction
+            else f"error feedback is {'on' if part.feedback else 'off'}"
+        )
         say_on_first_rank(
             f"every update comes one step late; rank 0 keeps {part.num_bytes / 2**20:.1f} MiB of "
-            f"further weights, and error feedback is {'on' if part.feedback else 'off'}"
+            f"further weights, and {what}"
         )
         self._part = part
         result = original(*args, **keywords)

@@ -139,7 +139,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         choices=("plain", "feedback"),
         help="a second table has the schedules with updates that come one step late and no flush, "
         "as with --pipeline-update-delay 1, and what they need for copies of weights and "
-        "gradients, with feedback for error feedback as well; it changes the training",
+        "gradients, with feedback for error feedback or a linear prediction as well; it changes "
+        "the training (default: that of a training's --pipeline-update-delay)",
     )
     _add_choices(command)
     command.add_argument(
@@ -329,8 +330,9 @@ def run(arguments: argparse.Namespace) -> Plan:
     from megatron_zb.plan.workers import workers
 
     entries = adapters.asked_adapters(arguments)
-    late_updates.check_late(arguments)
+    asked = late_updates.FLAG if arguments.late_updates else late_updates.OF_TRAINING
     job, candidates = request.read(arguments)
+    late_updates.check_late(arguments, asked)
     source = lengths.asked_lengths(arguments, job)
     if source is not None:
         job = job.of_single_samples(source.mean)

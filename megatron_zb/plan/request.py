@@ -16,6 +16,7 @@ from megatron_zb.measured.config import path_of
 from megatron_zb.parsing import flag_of, size_in_bytes
 from megatron_zb.plan.arguments import numbers, whole_number
 from megatron_zb.plan.device import DeviceConfig, read_device
+from megatron_zb.plan.features import late_updates
 from megatron_zb.plan.features.catalog import FEATURES
 from megatron_zb.plan.features.feature import Described
 from megatron_zb.plan.given_run import GivenRun
@@ -80,6 +81,9 @@ def read_training(words: Sequence[str], arguments: argparse.Namespace | None = N
         action.default = argparse.SUPPRESS
     given = parser.parse_args(list(words))  # only what the words give, also where it is a default
     sizes, flags = _sizes(given, has_experts=model.experts is not None)
+    way = late_updates.way_of(args)
+    if way is not None:
+        sizes["late_updates"], flags["late_updates"] = way, late_updates.OF_TRAINING
     return Training(args, model, sizes, flags)
 
 

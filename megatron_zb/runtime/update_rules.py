@@ -34,6 +34,13 @@ class UpdateRule:
         """
         step()
 
+    def check(self, optimizer: Optimizer) -> None:
+        """Check that the rule knows what it needs of an optimizer.
+
+        Raises:
+            UsageError: it does not.
+        """
+
     def ahead(self, parameters: Sequence[Tensor], optimizer: Optimizer) -> list[Tensor] | None:
         """Return the weights to compute the next group with; None for the parameters themselves.
 
@@ -155,13 +162,21 @@ class WeightPrediction(UpdateRule):
     def __init__(self, steps: float = 1.0) -> None:
         self.steps = steps
 
+    def check(self, optimizer: Optimizer) -> None:
+        """Check that the formula of an optimizer is known.
+
+        Raises:
+            UsageError: the optimizer is none of these, or its step has an option that the formula
+                lacks.
+        """
+        _formula_of(optimizer)
+
     @torch.no_grad()
     def ahead(self, parameters: Sequence[Tensor], optimizer: Optimizer) -> list[Tensor] | None:
         """Return the predicted weights.
 
         Raises:
-            UsageError: the optimizer is none of these, or its step has an option that the formula
-                lacks.
+            UsageError: as ``check`` does.
         """
         predict = _formula_of(optimizer)
         options = {it: group for group in optimizer.param_groups for it in group["params"]}

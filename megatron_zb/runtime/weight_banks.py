@@ -2,7 +2,8 @@
 
 Where an update comes one step late, the passes of one group of microbatches compute with the
 weights before it, and those of the next group with the weights behind it. The parameters are the
-same objects throughout: their data is exchanged.
+same objects throughout: their data is exchanged. Passes may also compute with predicted weights,
+which are further along than the parameters.
 
 A backward needs the generation of its forward, in two ways. What autograd has saved of a weight as
 a view lies in the storage of that generation, which no update changes. What it has saved as the
@@ -12,6 +13,7 @@ parameter itself is what the parameter points to now, so a backward has its gene
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -21,8 +23,9 @@ class WeightBanks:
 
     Args:
         parameters: all that a rank computes with.
-        keeps_home: an update can write only where the parameters lie at the beginning, as with an
-            optimizer whose parameters are views of one buffer. Then both generations are copies.
+        keeps_home: both generations are copies. Needed where an update can write only where the
+            parameters lie at the beginning, as with an optimizer whose parameters are views of one
+            buffer; and where passes compute with predicted weights.
     """
 
     def __init__(
@@ -58,10 +61,18 @@ class WeightBanks:
         """Let the parameters be the newest ones, where everybody else expects them."""
         self._point_to(self._home if self._keeps_home else self._banks[self.updates % 2])
 
-    def update(self, step: Callable[[], None]) -> None:
+    def update(
+        self,
+        step: Callable[[], None],
+        ahead: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Make a new generation by a function that changes the newest parameters in place.
 
         The oldest one is given up: no pass may need it any more.
+
+        Args:
+            step: changes the parameters.
+            ahead: within it the parameters are those to compute with; for banks that keep a home.
         """
         newest, new = (self._banks[n % 2] for n in (self.updates, self.updates + 1))
         if self._keeps_home:
@@ -72,13 +83,17 @@ class WeightBanks:
         # autograd compares versions of what it has saved, which has not changed
         with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
             step()
-        if self._keeps_home:
-            _copy(self._home, new)
+            if self._keeps_home:
+                with ahead():
+                    _copy(self._home, new)
         self.updates += 1
 
     def forget_older(self) -> None:
-        """Let the older generation be equal to the newest one."""
-        _copy(self._banks[self.updates % 2], self._banks[(self.updates + 1) % 2])
+        """Let both generations be the newest parameters."""
+        newest = self._home if self._keeps_home else self._banks[self.updates % 2]
+        for bank in self._banks:
+            if bank is not newest:
+                _copy(newest, bank)
 
     def _point_to(self, data: Sequence[torch.Tensor]) -> None:
         for parameter, own in zip(self._parameters, data, strict=True):

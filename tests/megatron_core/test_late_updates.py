@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,12 +17,15 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from model_options import EXPERTS, options
 from ranks import RankPools
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.late_updates import DelayedPart
+from megatron_zb.megatron_core.post_validation import bring_to_model
 from megatron_zb.megatron_core.random_streams import global_parameters
+from megatron_zb.runtime.update_rules import WeightPrediction
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.lowering import Program, Send, WaitReceive
 from megatron_zb.schedules.passes import Channel, Message
@@ -47,19 +51,23 @@ class Training:
     saved: tuple[int, ...] = ()
     microbatches: int = M
     feedback: float | None = 0.0
+    prediction: str | None = None
 
 
 @dataclass
 class Run:
     """Losses of the steps on this rank, the last learning rate, and the weights at the end.
 
-    ``place`` is that among the data-parallel and the tensor-parallel ranks.
+    ``place`` is that among the data-parallel and the tensor-parallel ranks. ``skipped`` says of
+    each step what the optimizer reports in it, ``scales`` are its loss scales.
     """
 
     place: tuple[int, int] = (0, 0)
     losses: list[list[float]] = field(default_factory=list)
     held_out: list[list[float]] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
     rate: float = 0.0
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -74,6 +82,9 @@ def optimizer_of(training: Training, chunks: list[Any]) -> tuple[Any, Any]:
         weight_decay=0.1,
         sgd_momentum=0.9,
         bf16=case.dtype == "bfloat16",
+        fp16=case.dtype == "float16",
+        initial_loss_scale=2.0**18,  # with which gradients are infinite
+        loss_scale_window=2,
         params_dtype=case.torch_dtype,
         use_distributed_optimizer=case.distributed_optimizer,
         clip_grad=training.clip,
@@ -84,6 +95,9 @@ def optimizer_of(training: Training, chunks: list[Any]) -> tuple[Any, Any]:
         optimizer = muon(chunks, config, layer_wise=False)
     else:
         optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    if case.dtype == "float16":
+        for chunk in chunks:
+            get_model_config(chunk).grad_scale_func = optimizer.scale_loss
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -120,6 +134,10 @@ def at_the_end(run: Run, optimizer: Any, chunks: list[Any]) -> Run:
     for chunk in chunks:
         for name, parameter in global_parameters(chunk).items():
             run.parameters[name.replace("module.", "")] = parameter.detach().clone()
+    of_routers = (it for chunk in chunks for it in chunk.modules() if hasattr(it, "expert_bias"))
+    for router in of_routers:
+        if router.expert_bias is not None:
+            run.parameters[f"bias of layer {router.layer_number}"] = router.expert_bias.clone()
     return run
 
 
@@ -136,7 +154,12 @@ def delayed(training: Training) -> Run:
             return step + 1 < training.steps and step not in training.saved
 
         part = adapter.delay_updates(
-            optimizer, scheduler, chunks, may_read_ahead, feedback=training.feedback
+            optimizer,
+            scheduler,
+            chunks,
+            may_read_ahead,
+            feedback=training.feedback,
+            prediction=training.prediction,
         )
         function = adapter.forward_backward_func
         data = [batches(training, 0, training.steps) for _ in chunks]
@@ -146,9 +169,11 @@ def delayed(training: Training) -> Run:
             optimizer.zero_grad()
             run.losses.append(losses_of(forward_backward(function, chunks, data, m)))
             success, norm, _ = optimizer.step()
-            assert success
-            scheduler.step(increment=1)
+            if success:
+                scheduler.step(increment=1)
+            run.skipped.append(not success)
             run.norms.append(norm)
+            run.scales.append(float(optimizer.get_loss_scale()))
             if step in training.drained:
                 part.drain()
             if step in training.saved:
@@ -159,6 +184,7 @@ def delayed(training: Training) -> Run:
                 run.held_out.append(losses_of(records))
         part.drain()
         run.norms.append(part.norm)
+        run.scales.append(float(optimizer.get_loss_scale()))
         return at_the_end(run, optimizer, chunks)
 
 
@@ -168,42 +194,151 @@ def oracle(training: Training) -> Run:
     with built(case, None, m) as (_, chunks):
         optimizer, scheduler = optimizer_of(training, chunks)
         function = get_forward_backward_func()
-        parameters = [it for chunk in chunks for it in chunk.parameters()]
-        before = [it.detach().clone() for it in parameters]
+        weights, biases, scales = Weights(chunks), Biases(chunks), Scales(optimizer)
+        each = (weights, biases, scales)
+        own = [it for one in optimizers_in(optimizer) for it in one.get_parameters()]
         last: list[torch.Tensor] = []
         for step in range(training.steps):
-            newest = [it.detach().clone() for it in parameters]
-            for parameter, older in zip(parameters, before, strict=True):
-                parameter.data.copy_(older)
-            before = newest
+            for state in each:
+                state.begin()
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
             data = [batches(training, step, 1) for _ in chunks]
             run.losses.append(losses_of(forward_backward(function, chunks, data, m)))
-            for parameter, new in zip(parameters, newest, strict=True):
-                parameter.data.copy_(new)
-            weights = [
-                it
-                for one in getattr(optimizer, "chained_optimizers", [optimizer])
-                for it in one.get_parameters()
-            ]
-            was = [it.detach().clone() for it in weights]
-            _, norm, _ = optimizer.step()
-            if training.feedback:
-                update = [old - new.detach() for old, new in zip(was, weights, strict=True)]
-                for weight, now, earlier in zip(weights, update, last or update, strict=True):
+            weights.end()
+            was = [it.detach().clone() for it in own]
+            success, norm, _ = optimizer.step()
+            update = [old - new.detach() for old, new in zip(was, own, strict=True)]
+            if success and training.feedback:
+                for weight, now, earlier in zip(own, update, last or update, strict=True):
                     weight.data.add_(earlier - now, alpha=training.feedback)
+                bring_to_model(optimizers_in(optimizer))
                 last = update
-            scheduler.step(increment=1)
+            if training.prediction is not None and success:
+                weights.predict(optimizer, predicted(training, optimizer, own, update))
+            if success:
+                scheduler.step(increment=1)
+            run.skipped.append(not success)
             run.norms.append(norm)
+            run.scales.append(float(optimizer.get_loss_scale()))
             if step in training.evaluated:
                 held_out = [batches(training, 100, 1) for _ in chunks]
                 records = forward_backward(function, chunks, held_out, m, forward_only=True)
                 run.held_out.append(losses_of(records))
             if step in training.saved:  # as a training that begins with these weights
-                before, last = [it.detach().clone() for it in parameters], []
+                last = []
+                for state in each:
+                    state.forget()
         return at_the_end(run, optimizer, chunks)
+
+
+def optimizers_in(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def predicted(
+    training: Training, optimizer: Any, own: list[torch.Tensor], update: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The optimizer's weights after one more update like the last one, or along its momentum."""
+    if training.prediction == "linear":
+        return [it.detach() - was for it, was in zip(own, update, strict=True)]
+    (only,) = optimizers_in(optimizer)
+    return WeightPrediction().ahead(own, only.optimizer)
+
+
+class Weights:
+    """The weights, and those of the step before, with which the step computes."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        self._own = [it for chunk in chunks for it in chunk.parameters()]
+        self.forget()
+
+    def forget(self) -> None:
+        self._before = self._now()
+        self._predicted: list[torch.Tensor] | None = None
+
+    def _now(self) -> list[torch.Tensor]:
+        return [it.detach().clone() for it in self._own]
+
+    def _put(self, weights: list[torch.Tensor]) -> None:
+        for parameter, weight in zip(self._own, weights, strict=True):
+            parameter.data.copy_(weight)
+
+    def begin(self) -> None:
+        self._newest = self._now()
+        self._put(self._before)
+        self._before = self._predicted or self._newest
+
+    def end(self) -> None:
+        self._put(self._newest)
+
+    def predict(self, optimizer: Any, ahead: list[torch.Tensor]) -> None:
+        """Compute the step after the next one with other weights than the newest ones."""
+        own = [it for one in optimizers_in(optimizer) for it in one.get_parameters()]
+        newest = [it.detach().clone() for it in own]
+        for weights in (ahead, newest):
+            for parameter, weight in zip(own, weights, strict=True):
+                parameter.data.copy_(weight)
+            bring_to_model(optimizers_in(optimizer))
+            if weights is ahead:
+                self._predicted = self._now()
+
+
+class Biases:
+    """The biases of routers, and those of the step before; an update moves the newest ones."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        for chunk in chunks:
+            config = get_model_config(chunk)
+            self._finalize = config.finalize_model_grads_func
+            config.finalize_model_grads_func = self.end
+        modules = [it for chunk in chunks for it in chunk.modules()]
+        self._routers = [it for it in modules if getattr(it, "expert_bias", None) is not None]
+        for router in self._routers:
+            router._maintain_float32_expert_bias()
+        self.forget()
+
+    def forget(self) -> None:
+        self._before = [it.expert_bias.clone() for it in self._routers]
+
+    def begin(self) -> None:
+        self._newest = [it.expert_bias.clone() for it in self._routers]
+        self._put(self._before)
+        self._before = self._newest
+
+    def _put(self, biases: list[torch.Tensor]) -> None:
+        for router, bias in zip(self._routers, biases, strict=True):
+            router.expert_bias.copy_(bias)
+
+    def end(self, *arguments: Any, **keywords: Any) -> None:
+        """What finalize_model_grads does, with the newest biases in place."""
+        self._put(self._newest)
+        self._finalize(*arguments, **keywords)
+
+
+class Scales:
+    """The loss scales, and those of the step before; an update changes the newest ones."""
+
+    def __init__(self, optimizer: Any) -> None:
+        found = (getattr(it, "grad_scaler", None) for it in optimizers_in(optimizer))
+        self._scalers = [it for it in found if it is not None]
+        for at, scaler in enumerate(self._scalers):
+            scaler.update = partial(self._update, at, scaler.update)
+        self.forget()
+
+    def forget(self) -> None:
+        self._before = [it._scale for it in self._scalers]
+
+    def begin(self) -> None:
+        self._newest = [it._scale for it in self._scalers]
+        for scaler, scale in zip(self._scalers, self._before, strict=True):
+            scaler._scale = scale
+        self._before = self._newest
+
+    def _update(self, at: int, update: Callable[[bool], None], found: bool) -> None:
+        self._scalers[at]._scale = self._newest[at]
+        update(found)
 
 
 def both(training: Training) -> tuple[Run, Run]:
@@ -223,9 +358,12 @@ def check(found: list[tuple[Run, Run]], *, exact: bool = True) -> None:
             assert_equal(late.losses, of_last[late.place].losses, exact)
             assert_equal(late.held_out, of_last[late.place].held_out, exact)
         assert late.rate == synchronous.rate
-        if synchronous.norms[0]:
+        if any(synchronous.norms):
             assert late.norms[0] is None
-            assert late.norms[-1] == pytest.approx(synchronous.norms[-1], rel=1e-5)
+            for norm, of_step in zip(late.norms[1:], synchronous.norms, strict=True):
+                assert norm == (of_step and pytest.approx(of_step, rel=1e-5))  # None if skipped
+        assert sum(late.skipped) <= sum(synchronous.skipped)
+        assert late.scales[-1] == synchronous.scales[-1]
         for name, parameter in late.parameters.items():
             if exact:
                 assert torch.equal(parameter, expected[late.place, name]), name
@@ -319,6 +457,65 @@ def test_in_parallel(ranks: RankPools, name: str, schedule: str) -> None:
 def test_error_feedback(ranks: RankPools, optimizer: str) -> None:
     training = Training(FP32, "v-half", optimizer, feedback=1.0, steps=20)
     check(ranks(2).run(both, training=training))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "prediction"),
+    [("adam", "linear"), ("muon", "linear"), ("adam", "momentum"), ("sgd", "momentum")],
+)
+def test_predicted_weights(ranks: RankPools, optimizer: str, prediction: str) -> None:
+    training = Training(FP32, "v-half", optimizer, steps=9, evaluated=(3,), saved=(4,))
+    found = ranks(2).run(both, training=replace(training, prediction=prediction))
+    check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["distributed-optimizer", "distributed-optimizer-fp32"])
+def test_predicted_weights_of_replicas(ranks: RankPools, name: str) -> None:
+    training = Training(PARALLEL[name], "zb-h1", prediction="linear")
+    check(ranks(4).run(both, training=training))
+
+
+FP16 = GPTCase(layers=8, dtype="float16")
+SCALED = {
+    "alone": FP16,
+    "experts": replace(FP16, options=options(**EXPERTS)),
+    "distributed-optimizer": replace(FP16, data_parallel=2, distributed_optimizer=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "v-half"])
+@pytest.mark.parametrize("name", SCALED)
+def test_loss_scales(ranks: RankPools, name: str, schedule: str) -> None:
+    """Whole updates are skipped, and the scale grows and shrinks."""
+    case = SCALED[name]
+    training = Training(case, schedule, steps=20, evaluated=(1,), drained=(2,), saved=(9,))
+    found = ranks(2 * case.data_parallel).run(both, training=replace(training, feedback=0.5))
+    check(found)
+    for _, late in found:
+        assert 0 < sum(late.skipped) < 10
+        assert len(set(late.scales)) > 2
+
+
+BIASED = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.05,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "v-half"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_biases_of_routers(ranks: RankPools, dtype: str, schedule: str) -> None:
+    case = GPTCase(layers=8, dtype=dtype, data_parallel=2, options=options(**EXPERTS, **BIASED))
+    training = Training(case, schedule, steps=9, drained=(2,), evaluated=(3,), saved=(5,))
+    found = ranks(4).run(both, training=training)
+    check(found)
+    biases = [it for _, late in found for n, it in late.parameters.items() if n.startswith("bias")]
+    assert any(it.abs().max() > 0.1 for it in biases)
 
 
 def strengths() -> tuple[float, float]:

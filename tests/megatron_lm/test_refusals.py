@@ -57,6 +57,10 @@ CONDITIONS: dict[str, tuple[dict[str, Any], str]] = {
     "adapters": ({"pipeline_adapters": "x.yaml"}, "--pipeline-adapters"),
     "encoder": ({"pipeline_encoder": "on"}, "--pipeline-encoder"),
     "update_delay": ({"pipeline_update_delay": 1}, "--pipeline-update-delay"),
+    "update_prediction": (
+        {"pipeline_update_delay": 1, "pipeline_update_prediction": "linear"},
+        "--pipeline-update-prediction",
+    ),
     "copies": ({"pipeline_adapter_copies": True}, "weights: all of --pipeline-adapters"),
     "layer_streams": (
         {"draws_by_layer": True},

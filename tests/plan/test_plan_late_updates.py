@@ -52,6 +52,48 @@ def test_error_feedback_holds_a_tensor_for_each_weight(capsys: pytest.CaptureFix
     assert one["seconds"] < other["seconds"], "the update reads and writes it"
 
 
+TRAINING = (
+    "plan --gpus 8 --device a100_80gb_sxm --tries 1 --schedules 1f1b --format json -- "
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
+    "--micro-batch-size 1 --global-batch-size 16 --pipeline-model-parallel-size 8 "
+    "--pipeline-schedule 1f1b --bf16 --vocab-size 32000"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "way"),
+    [
+        ("", None),
+        ("--pipeline-update-delay 1", "plain"),
+        ("--pipeline-update-delay 1 --pipeline-update-feedback on", "feedback"),
+        ("--pipeline-update-delay 1 --optimizer muon", "feedback"),
+        ("--pipeline-update-delay 1 --optimizer muon --pipeline-update-feedback off", "plain"),
+        ("--pipeline-update-delay 1 --pipeline-update-prediction linear", "feedback"),
+        (
+            "--pipeline-update-delay 1 --optimizer muon --pipeline-update-prediction momentum",
+            "plain",
+        ),
+    ],
+)
+def test_a_training_gives_the_way_of_its_updates(
+    capsys: pytest.CaptureFixture[str], flags: str, way: str | None
+) -> None:
+    found = []
+    given = "" if way is None else f"--late-updates {way}"
+    for words in (f"{TRAINING} {flags}", TRAINING.replace("--tries", f"{given} --tries")):
+        assert main(words.split()) == 0
+        found.append(json.loads(capsys.readouterr().out).get("late_updates"))
+    assert found[0] == found[1]
+    assert (found[0] is None) == (way is None)
+
+
+def test_a_refusal_names_the_flag_of_the_training(capsys: pytest.CaptureFixture[str]) -> None:
+    words = TRAINING.replace("--tries", "--post-validation --tries")
+    assert main([*words.split(), "--pipeline-update-delay", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "--pipeline-update-delay cannot be combined with --post-validation" in said
+
+
 def test_a_slow_reduction_is_hidden(capsys: pytest.CaptureFixture[str]) -> None:
     """With data parallelism a step in time waits for it, and a late one does not."""
     of_two = "--pipeline 4 --global-batch-size 32 --schedules 1f1b --no-overlap-data-parallel"

@@ -32,6 +32,7 @@ from megatron_zb.schedules import PassKind, Schedule, catalog
 from megatron_zb.schedules.features.update_delay import GROUPS
 
 FLAG = "--late-updates"
+OF_TRAINING = "--pipeline-update-delay"
 _MOST_ROWS = 8
 """Rows that are built without a flush."""
 _TURNS = 4
@@ -57,8 +58,24 @@ class LateRow:
     fits: bool
 
 
-def check_late(arguments: argparse.Namespace) -> None:
+def way_of(training: argparse.Namespace) -> str | None:
+    """Return the way of a training's arguments, None if its updates come in time."""
+    if not training.pipeline_update_delay:
+        return None
+    if training.pipeline_update_prediction is not None:
+        keeps_update = training.pipeline_update_prediction == "linear"
+    else:
+        usual = "on" if "muon" in training.optimizer else "off"
+        keeps_update = (training.pipeline_update_feedback or usual) == "on"
+    return "feedback" if keeps_update else "plain"
+
+
+def check_late(arguments: argparse.Namespace, flag: str) -> None:
     """Check that late updates go with the other arguments.
+
+    Args:
+        arguments: of the plan, with what those of a training give.
+        flag: that asks for late updates.
 
     Raises:
         UsageError: they do not.
@@ -71,16 +88,16 @@ def check_late(arguments: argparse.Namespace) -> None:
         ("--post-validation", arguments.post_validation or None),
         ("--lora", arguments.lora),
     )
-    for flag, value in others:
+    for other, value in others:
         if value is not None:
-            raise UsageError(f"{FLAG} cannot be combined with {flag}: leave one out")
+            raise UsageError(f"{flag} cannot be combined with {other}: leave one out")
 
 
 def with_late_updates(plan: Plan, way: str) -> list[LateRow]:
     """Return the rows of a plan that can have late updates, those with the most speed first.
 
     Args:
-        way: ``plain``, or ``feedback`` with what error feedback keeps.
+        way: ``plain``, or ``feedback`` with what error feedback or a linear prediction keeps.
     """
     found = list[LateRow]()
     built = set[tuple[object, ...]]()
@@ -208,8 +225,7 @@ def advice(plan: Plan, rows: Sequence[LateRow]) -> str:
         return "updates in time are as fast: leave the delay out, since it changes the training"
     return (
         f"{gain:.1%} faster than the fastest row in time, but another training: "
-        f"--pipeline-schedule {of.family} --pipeline-update-delay 1, without --overlap-grad-reduce "
-        "and --overlap-param-gather"
+        f"--pipeline-schedule {of.family} --pipeline-update-delay 1"
     )
 
 
