@@ -54,7 +54,8 @@ def test_error_feedback_holds_a_tensor_for_each_weight(capsys: pytest.CaptureFix
 
 TRAINING = (
     "plan --gpus 8 --device a100_80gb_sxm --tries 1 --schedules 1f1b --format json -- "
-    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 "
+    "--seq-length 512 --max-position-embeddings 512 "
     "--micro-batch-size 1 --global-batch-size 16 --pipeline-model-parallel-size 8 "
     "--pipeline-schedule 1f1b --bf16 --vocab-size 32000"
 )

@@ -58,6 +58,7 @@ PLACES = {
     "megatron_core/copies.py:CopiesPart._of_all": BETWEEN_STEPS + ", or behind all passes of one",
     "megatron_core/checkpoints.py:sums_of": BETWEEN_STEPS,
     "megatron_core/late_updates.py:LateUpdates.update": ORDERED + "; every rank has begun its sum",
+    "megatron_core/late_updates.py:LateUpdates._clip": "behind that sum",
     "megatron_core/late_updates.py:LateUpdates.finish_reductions": ORDERED + ", where ranks meet",
     "megatron_core/started_reductions.py:StartedReductions.wait": ORDERED + ", where ranks meet",
     "megatron_core/experts.py:share": BETWEEN_STEPS,
