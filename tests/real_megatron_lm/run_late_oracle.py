@@ -1,8 +1,8 @@
 """The launcher, but each step computes with the weights before the last update.
 
 That is what an update delay of one means, without a schedule for it: the weights are exchanged
-before a step of Megatron's own loop and back before its update. Behind a step that is saved it goes
-on from the newest weights, as a run that loads them.
+before a step of Megatron's own loop and back before its update, and so are loss scales. Behind a
+step that is saved it goes on from the newest weights, as a run that loads them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import runpy
 import sys
+from functools import partial
 from typing import Any
 
 from megatron_zb.launch import main
@@ -18,6 +19,7 @@ from megatron_zb.launch import main
 class _Oracle:
     def __init__(self) -> None:
         self.before: list[Any] | None = None
+        self.scales: list[Any] | None = None
 
     def train_step(self, original: Any, *arguments: Any, **keywords: Any) -> Any:
         from megatron.training import get_args
@@ -28,6 +30,12 @@ class _Oracle:
         newest = [it.detach().clone() for it in parameters]
         for parameter, older in zip(parameters, self.before or newest, strict=True):
             parameter.data.copy_(older)
+        each = getattr(optimizer, "chained_optimizers", [optimizer])
+        scalers = [it.grad_scaler for it in each if getattr(it, "grad_scaler", None) is not None]
+        scales = [it._scale for it in scalers]
+        for scaler, newest_scale, older in zip(scalers, scales, self.scales or scales, strict=True):
+            scaler._scale = older
+            scaler.update = partial(_update, scaler, newest_scale)
         step = type(optimizer).step
 
         def on_the_newest() -> Any:
@@ -40,9 +48,17 @@ class _Oracle:
             return original(*arguments, **keywords)
         finally:
             del optimizer.step
+            for scaler in scalers:
+                del scaler.update
             args = get_args()
             is_saved = args.save_interval and (args.curr_iteration + 1) % args.save_interval == 0
-            self.before = None if is_saved else newest
+            self.before, self.scales = (None, None) if is_saved else (newest, scales)
+
+
+def _update(scaler: Any, newest: Any, found: bool) -> None:
+    """Change the newest scale by whether gradients are finite that an older one has scaled."""
+    scaler._scale = newest
+    type(scaler).update(scaler, found)
 
 
 def prepare() -> None:

@@ -92,17 +92,55 @@ def test_replicas_with_the_distributed_optimizer(
 ) -> None:
     flags = (MODEL, PIPELINE_OF_TWO, STEPS, SAVING, f"--load {checkpoint_of_two}")
     precision = "--bf16 --use-distributed-optimizer --no-load-optim"
+    overlap = "--overlap-grad-reduce --overlap-param-gather"
     theirs = pretrain(checkout, *flags, precision, f"--save {tmp_path / 'theirs'}", program=_ORACLE)
     assert theirs.code == 0, theirs.output
     ours = f"--save {tmp_path / 'ours'} --pipeline-schedule v-half"
-    check(pretrain(checkout, *flags, precision, ours, LATE), theirs)
+    run = pretrain(checkout, *flags, precision, overlap, ours, LATE)
+    check(run, theirs)
+    assert "--overlap-grad-reduce and --overlap-param-gather is off" in run.output
+
+
+def test_loss_scales(checkout: Path, upstream_checkpoint: Path, tmp_path: Path) -> None:
+    """Of two updates the gradients are infinite; a line has no losses that reports one skipped."""
+    flags = (MODEL, PIPELINE, STEPS, f"--load {upstream_checkpoint} --save-interval 100")
+    precision = "--fp16 --no-load-optim --initial-loss-scale 1e9 --hysteresis 1"
+    runs = [
+        pretrain(checkout, *flags, precision, f"--save {tmp_path / program.stem}", more, **options)
+        for program, more, options in (
+            (_ORACLE, "", {"program": _ORACLE}),
+            (Path("ours"), f"--pipeline-schedule v-half {LATE}", {}),
+        )
+    ]
+    assert [run.code for run in runs] == [0, 0], runs[1].output
+    theirs, ours = runs
+    both = [step for step in ours.losses if step in theirs.losses]
+    assert len(both) >= 2 and len(ours.losses) < 5
+    assert all(ours.losses[step] == theirs.losses[step] for step in both)
+    assert ours.evaluations == theirs.evaluations
+
+
+@pytest.mark.parametrize("prediction", ["linear", "momentum"])
+def test_predicted_weights(
+    checkout: Path, upstream_checkpoint: Path, tmp_path: Path, oracle: Logged, prediction: str
+) -> None:
+    """The first three steps know of no update or of one, the fourth is of predicted weights."""
+    files = f"--load {upstream_checkpoint} --save {tmp_path} {SAVING}"
+    ours = f"--pipeline-schedule v-half --pipeline-update-prediction {prediction}"
+    run = pretrain(checkout, MODEL, PIPELINE, STEPS, files, LATE, ours)
+    assert run.code == 0, run.output
+    assert f"groups compute with weights of {prediction} prediction" in run.output
+    assert [run.losses[it] for it in (3, 4)] == [oracle.losses[it] for it in (3, 4)]
+    assert run.losses[5] != oracle.losses[5]
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--fp16", "--fp16"),
-        ("--overlap-grad-reduce", "--overlap-grad-reduce"),
+        (
+            "--pipeline-update-feedback on --pipeline-update-prediction linear",
+            "--pipeline-update-prediction",
+        ),
         ("--pipeline-verify", "--pipeline-verify"),
         ("--rampup-batch-size 4 4 16", "--rampup-batch-size"),
         ("--pipeline-schedule dualpipe-v", "its order does not repeat from step to step"),
