@@ -244,7 +244,9 @@ def predicted(
     if training.prediction == "linear":
         return [it.detach() - was for it, was in zip(own, update, strict=True)]
     (only,) = optimizers_in(optimizer)
-    return WeightPrediction().ahead(own, only.optimizer)
+    ahead = WeightPrediction().ahead(own, only.optimizer)
+    assert ahead is not None
+    return ahead
 
 
 class Weights:

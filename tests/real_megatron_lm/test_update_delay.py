@@ -106,10 +106,10 @@ def test_loss_scales(checkout: Path, upstream_checkpoint: Path, tmp_path: Path) 
     flags = (MODEL, PIPELINE, STEPS, f"--load {upstream_checkpoint} --save-interval 100")
     precision = "--fp16 --no-load-optim --initial-loss-scale 1e9 --hysteresis 1"
     runs = [
-        pretrain(checkout, *flags, precision, f"--save {tmp_path / program.stem}", more, **options)
-        for program, more, options in (
-            (_ORACLE, "", {"program": _ORACLE}),
-            (Path("ours"), f"--pipeline-schedule v-half {LATE}", {}),
+        pretrain(checkout, *flags, precision, f"--save {tmp_path / name}", more, program=program)
+        for name, more, program in (
+            ("theirs", "", _ORACLE),
+            ("ours", f"--pipeline-schedule v-half {LATE}", None),
         )
     ]
     assert [run.code for run in runs] == [0, 0], runs[1].output
