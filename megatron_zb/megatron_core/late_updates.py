@@ -7,8 +7,7 @@ not ended:
 
 1. When the last W of a group has run on a chunk, its gradients are put aside: the next W is of
    another group.
-2. When that is so on all chunks of a rank, the rank starts to reduce them over the replicas, and
-   goes on with passes.
+2. The rank starts to reduce them over the replicas at once, and goes on with passes.
 3. Where all ranks may meet before the update, it waits for that reduction. It ends what Megatron
    does with gradients, which other ranks of the pipeline may take part in, and starts the sum of
    their squares over the model.
@@ -87,8 +86,8 @@ _WHOLE_STEPS: Mapping[type[StepPart], str] = {
 class _Started(NamedTuple):
     """Gradients of a group that are being reduced over the replicas."""
 
-    aside: Mapping[int, Sequence[torch.Tensor]]
-    reductions: StartedReductions
+    aside: dict[int, Sequence[torch.Tensor]]
+    reductions: list[StartedReductions]
 
 
 class _Reduced(NamedTuple):
@@ -150,7 +149,6 @@ class LateUpdates:
         self._states = (LossScales(self._each), RouterBiases(chunks))
         ranks = [dist.get_process_group_ranks(_group_of(it)) for it in self._each]
         self._groups = new_groups(ranks)
-        self._aside: dict[int, list[torch.Tensor]] = {}
         self._started: dict[int, _Started] = {}
         self._reduced: dict[int, _Reduced] = {}
         self.norm: float | None = None
@@ -217,27 +215,31 @@ class LateUpdates:
         for state in self._states:
             state.rest()
 
-    def put_aside(self, chunk: int) -> None:
+    def put_aside(self, group: int, chunk: int) -> None:
         """Put the gradients of a chunk aside: the last W of a group has run on it."""
-        self._aside[chunk] = [it.clone() for it in gradients_of(self._chunks[chunk])]
+        aside = self._started.setdefault(group, _Started({}, [])).aside
+        aside[chunk] = [it.clone() for it in gradients_of(self._chunks[chunk])]
         self._zero_chunks[chunk]()
 
-    def start_reductions(self, group: int, step: Step) -> None:
-        """Start to reduce gradients over the replicas: those of a group that were put aside."""
-        aside, self._aside = self._aside, {}
-        reductions = StartedReductions(self._chunks, aside, force_all_reduce=step.force_all_reduce)
-        self._started[group] = _Started(aside, reductions)
+    def start_reduction(self, group: int, chunk: int, step: Step) -> None:
+        """Start to reduce gradients over the replicas: those of a chunk that were put aside."""
+        aside, reductions = self._started[group]
+        own = {chunk: aside[chunk]}
+        reductions.append(
+            StartedReductions(self._chunks, own, force_all_reduce=step.force_all_reduce)
+        )
 
     def finish_reductions(self, group: int, step: Step) -> None:
         """Wait for the reductions of a group, end what Megatron does with them, and start a norm.
 
         Gradients of the next group, as far as its W have run, stay where they are.
         """
-        started = self._started.pop(group)
-        started.reductions.wait()
+        aside, reductions = self._started.pop(group)
         with ExitStack() as stack:
-            stack.enter_context(self._put_back(started.aside))
-            stack.enter_context(started.reductions.not_again())
+            for each in reductions:
+                each.wait()
+                stack.enter_context(each.not_again())
+            stack.enter_context(self._put_back(aside))
             for state in self._states:
                 stack.enter_context(state.reducing(group))
             self._reduced[group] = self._reduce(step)
@@ -453,7 +455,7 @@ class DelayedPart(StepPart):
         self._programs, self._updates, self._may_read_ahead = programs, updates, may_read_ahead
         self._begun: dict[int, _Begun] = {}
         self._here: dict[Message, torch.Tensor | None] = {}
-        self._complete: list[int] = []
+        self._complete: list[tuple[int, int]] = []
         self._reducing: list[int] = []
         self._call: Call | None = None
         self._next = 0
@@ -582,8 +584,8 @@ class DelayedPart(StepPart):
     def _with_reductions(self, program: Program, rank: int) -> Iterator[Instruction]:
         """Yield the instructions of a rank, and reduce gradients between them.
 
-        Reductions start behind the last W of a group, and behind the message of that pass. They end
-        where all ranks may meet.
+        Reductions of a chunk start behind the last W of a group on it, and behind the message of
+        that pass. They end where all ranks may meet.
         """
         meets = program.meets[rank]
         for position, at in enumerate(program.ranks[rank]):
@@ -615,16 +617,18 @@ class DelayedPart(StepPart):
     def _count_weight(self, group: int, begun: _Begun, stage: int) -> None:
         begun.weights_left[stage] -= 1
         if not begun.weights_left[stage]:
-            self._updates.put_aside(begun.stages[stage].chunk)
-            if not any(begun.weights_left.values()):
-                self._complete.append(group)
+            chunk = begun.stages[stage].chunk
+            self._updates.put_aside(group, chunk)
+            self._complete.append((group, chunk))
 
     def _start_complete(self) -> None:
-        """Start the reductions of a group, whose last pass has been run and its message sent."""
+        """Start the reduction of a chunk, whose last pass of a group has sent its message."""
         while self._complete:
-            group = self._complete.pop()
-            self._updates.start_reductions(group, self._begun[group].step)
-            self._reducing.append(group)
+            group, chunk = self._complete.pop()
+            begun = self._begun[group]
+            self._updates.start_reduction(group, chunk, begun.step)
+            if not any(begun.weights_left.values()):
+                self._reducing.append(group)
 
     def _finish_first(self) -> None:
         """End the reductions that have been under way for longest."""

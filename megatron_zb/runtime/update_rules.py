@@ -152,7 +152,8 @@ class WeightPrediction(UpdateRule):
 
     With SGD, dW is the momentum; with Adam and AdamW the ratio of the corrected moments, as in a
     step, and AdamW's decay is added. They are those of the newest step, so a coupled weight decay
-    is in them. A parameter that has not been stepped yet stays as it is.
+    is in them. A parameter that has not been stepped yet stays as it is. FusedAdam of apex and
+    Transformer Engine is one or the other of these.
     Sources: XPipe, arXiv 1911.04610; PipeOptim, arXiv 2312.00839.
 
     Args:
@@ -198,10 +199,13 @@ def _formula_of(optimizer: Optimizer) -> _Formula:
     others = "or predict linearly from the weights"
     if isinstance(optimizer, SGD):
         formula: _Formula = _by_momentum
-        options = ("nesterov", "maximize")
+        options: tuple[str, ...] = ("nesterov", "maximize")
     elif isinstance(optimizer, (Adam, AdamW)):
         formula = partial(_by_moments, decoupled=isinstance(optimizer, AdamW))
         options = ("amsgrad", "maximize")
+    elif name == "FusedAdam":
+        formula = partial(_by_moments, decoupled=bool(getattr(optimizer, "adam_w_mode", True)))
+        options = ()
     else:
         raise UsageError(
             f"weights cannot be predicted from the state of {name}: give SGD with momentum, Adam "
@@ -237,7 +241,9 @@ def _by_moments(
     decoupled: bool,
 ) -> Tensor:
     far = steps * float(options["lr"])
-    first, second = (1 - float(beta) ** float(state["step"]) for beta in options["betas"])
+    step = float(state["step"] if "step" in state else options["step"])  # fused: one of a group
+    is_corrected = options.get("bias_correction", True)
+    first, second = (1 - is_corrected * float(beta) ** step for beta in options["betas"])
     size = (state["exp_avg_sq"] / second).sqrt_().add_(options["eps"])
     moved = weight.addcdiv(state["exp_avg"], size, value=-far / first)
     if decoupled or options.get("decoupled_weight_decay"):

@@ -10,8 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
-from math import gcd
+from itertools import pairwise, product
 from operator import truediv
 
 from megatron_zb.errors import UsageError
@@ -36,26 +35,27 @@ from megatron_zb.schedules.stage_costs import communicates
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """The forward and backward passes of one microbatch on all stages, as offsets in unit passes.
+    """The forward and backward passes of a few microbatches on all stages, in unit passes.
 
-    ``forward[s]`` and ``backward[s]`` are the starts of F and B of stage s; the block repeats
-    every ``interval`` units and must not collide with itself modulo the interval.
+    ``forward[s]`` and ``backward[s]`` are the starts of F and B of stage s for the first of them.
+    ``later[i]`` is by how many units F, and B, of microbatch i come later than those. The block
+    repeats every ``interval`` units and must not collide with itself modulo the interval.
     """
 
     placement: Placement
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     interval: int
+    later: tuple[tuple[int, int], ...] = ((0, 0),)
 
     def repeat(self, num_microbatches: int) -> list[list[Pass]]:
         """Return each rank's F and B passes in the order of the repeated block."""
         timed: list[list[tuple[int, Pass]]] = [[] for _ in range(self.placement.pipeline_size)]
         for stage, rank in enumerate(self.placement.rank_of):
             for microbatch in range(num_microbatches):
-                shift = microbatch * self.interval
-                f = Pass(PassKind.F, stage, microbatch)
-                b = Pass(PassKind.B, stage, microbatch)
-                timed[rank] += [(self.forward[stage] + shift, f), (self.backward[stage] + shift, b)]
+                for kind in (PassKind.F, PassKind.B):
+                    p = Pass(kind, stage, microbatch)
+                    timed[rank].append((self.start(p), p))
         return [[p for _, p in sorted(passes)] for passes in timed]
 
     def repeat_with_w(self, num_microbatches: int) -> list[list[Pass]]:
@@ -66,16 +66,19 @@ class BuildingBlock:
         ranks = []
         for rank, passes in enumerate(self.repeat(num_microbatches)):
             late = dict(self._weights(rank))
-            timed = [(self._start(p), p) for p in passes]
+            timed: list[tuple[float, Pass]] = [(self.start(p), p) for p in passes]
             for start, p in timed[:]:
                 if p.kind is PassKind.B:
                     timed.append((start + late[p.stage], p._replace(kind=PassKind.W)))
             ranks.append([p for _, p in sorted(timed)])
         return ranks
 
-    def _start(self, p: Pass) -> float:
-        start = self.forward if p.kind is PassKind.F else self.backward
-        return start[p.stage] + p.microbatch * self.interval
+    def start(self, p: Pass) -> int:
+        """Return the unit in which an F or B starts."""
+        block, index = divmod(p.microbatch, len(self.later))
+        is_forward = p.kind is PassKind.F
+        first = self.forward if is_forward else self.backward
+        return first[p.stage] + block * self.interval + self.later[index][0 if is_forward else 1]
 
     def _weights(self, rank: int) -> Iterator[tuple[int, float]]:
         """Yield the stages of a rank, each with the units from the start of its B to that of W."""
@@ -177,30 +180,55 @@ def interleaved(request: Request) -> Schedule:
     return min(fitting or both[:1], key=lambda it: request.seconds(it[1]))[0]
 
 
-def interleaved_block(pipeline_size: int, chunks: int) -> BuildingBlock:
+def interleaved_block(pipeline_size: int, chunks: int, microbatches: int = 1) -> BuildingBlock:
     """Build a block of F and BW on a loop, which holds little and repeats with no idle time.
 
     1. F of each stage starts one unit after that of the stage before, BW two units after that of
-       the stage behind: at multiples of three behind one another on a rank, so that F and BW take
-       turns.
-    2. From chunk to chunk a microbatch waits until the number of threes between the F of a rank, or
-       its BW, has no factor in common with the number of chunks: none of them then meet, as the
-       block repeats every three units of all chunks.
+       the stage behind. The other distances, between chunks and between microbatches, are multiples
+       of three. So all F of a rank begin at multiples of three behind one another, all BW one unit
+       behind that, and F and BW take turns.
+    2. A microbatch may have to wait from chunk to chunk, and so may the next one at the start,
+       until no two F of a rank, nor two of its BW, meet as the block repeats. Of all such
+       distances the block has those with which the last BW ends first.
+
+    With several microbatches the block is longer, and each of them waits less.
     """
-    p = pipeline_size
+    p, size = pipeline_size, microbatches * chunks
+    down, up = (list(_distances(p * units, chunks, microbatches)) for units in (1, 2))
 
-    def between_chunks(units: int) -> int:
-        threes = -(-units // 3)
-        while gcd(threes, chunks) > 1:
-            threes += 1
-        return 3 * threes
+    def end(ways: tuple[tuple[int, int], tuple[int, int]]) -> int:
+        (chunk_down, next_down), (chunk_up, next_up) = ways
+        return (chunk_down + chunk_up) * (chunks - 1) + (microbatches - 1) * max(next_down, next_up)
 
+    (chunk_down, next_down), (chunk_up, next_up) = min(product(down, up), key=end)
     each = [divmod(stage, p) for stage in range(p * chunks)]
-    forward = [chunk * between_chunks(p) + rank for chunk, rank in each]
-    turn = forward[-1] + 1
-    later = [(chunks - 1 - chunk, p - 1 - rank) for chunk, rank in each]
-    backward = [turn + chunk * between_chunks(2 * p) + 2 * rank for chunk, rank in later]
-    return BuildingBlock(looped(p, chunks), tuple(forward), tuple(backward), 3 * chunks)
+    forward = [3 * chunk * chunk_down + rank for chunk, rank in each]
+    turn = forward[-1] + 1 + 3 * (microbatches - 1) * max(next_down - next_up, 0)
+    behind = [(chunks - 1 - chunk, p - 1 - rank) for chunk, rank in each]
+    return BuildingBlock(
+        looped(p, chunks),
+        tuple(forward),
+        tuple(turn + 3 * chunk * chunk_up + 2 * rank for chunk, rank in behind),
+        3 * size,
+        tuple((3 * i * next_down, 3 * i * next_up) for i in range(microbatches)),
+    )
+
+
+def _distances(least: int, chunks: int, microbatches: int) -> Iterator[tuple[int, int]]:
+    """Yield distances in threes at which passes of a block of a loop do not meet.
+
+    Args:
+        least: units from a chunk to the next one.
+
+    Yields:
+        The distances between two chunks and between two microbatches.
+    """
+    size, threes = chunks * microbatches, -(-least // 3)
+    most = (size - 1) // max(microbatches - 1, 1)  # the next block begins behind this one
+    for chunk, later in product(range(threes, threes + size), range(1, most + 1)):
+        taken = {(c * chunk + i * later) % size for c in range(chunks) for i in range(microbatches)}
+        if len(taken) == size:
+            yield chunk, later
 
 
 def overlapped(p: int, m: int, chunks: int, group: int | None = None) -> Schedule:
@@ -509,8 +537,9 @@ def repeating_orders(name: str, request: Request) -> list[Schedule]:
         own = interleaved(request)
         if request.group_size is not None:
             return [own]
-        block = interleaved_block(p, request.chunks or INTERLEAVED_CHUNKS)
-        return [own, Schedule(name, block.placement, m, fuse_all(block.repeat(m)))]
+        chunks = request.chunks or INTERLEAVED_CHUNKS
+        blocks = [interleaved_block(p, chunks, microbatches) for microbatches in (1, 2)]
+        return [own, *(Schedule(name, it.placement, m, fuse_all(it.repeat(m))) for it in blocks)]
     offsets = (v_zb_offsets, v_half_offsets, v_min_offsets)
     of_v = {"v-min": offsets[2:], "v-half": offsets[1:], "v-zb": offsets, "auto": offsets}
     blocks = [v_block(p, each) for each in of_v.get(name, ())]

@@ -50,8 +50,8 @@ class StageCosts:
         copies: those of activations that are offloaded; None where they cannot be.
         microbatches: costs of microbatch j, where they are not all alike; the others are those of
             a typical one then. Equal rows are one object.
-        lag: seconds between the last further input of a pass, on any rank, and its start, by kind.
-            Its rank runs other passes meanwhile: a reduction of gradients.
+        lag: seconds between each further input of a pass and its start, by kind, in which its rank
+            runs other passes: a reduction of gradients. Those of one rank follow one another.
     """
 
     seconds: Mapping[PassKind, Table]

@@ -491,9 +491,9 @@ class _Replaying:
         for code in more:
             if self._arrival[code] < 0.0:
                 return begin, begin, code
-            begin = max(begin, self._arrival[code] + lag)
+            begin = max(begin, self._arrival[code])
         if lag:  # a reduction waits for the passes of its own rank, too
-            begin = max(begin, *(self._arrival[code] + lag for code in graph.more.get(node, ())))
+            begin = max(begin, self._reduced(graph.more.get(node, ()), lag))
         if p in pairs and self._costs is not None:
             seconds = self._costs.pair_seconds(Pair(p, passes[i + 1]))
         if not self._done.engines or p[1:] not in self._orders.offloaded:
@@ -502,6 +502,13 @@ class _Replaying:
         begin = max(begin, engine.awaited_by(kind, p))
         engine.follow(kind, p, begin + seconds)
         return begin, begin + seconds, -1
+
+    def _reduced(self, codes: Sequence[int], lag: float) -> float:
+        """Return when all ranks have reduced what some passes have made, one behind the other."""
+        ends = [0.0] * len(self._done.end)
+        for arrival, rank in sorted((self._arrival[it], self._graph.rank_of(it)) for it in codes):
+            ends[rank] = max(ends[rank], arrival) + lag
+        return max(ends)
 
 
 class _Prices:

@@ -130,8 +130,8 @@ class Updates(Feature):
 
     Args:
         seconds: of a rank, all of its stages together.
-        reduction: seconds between the last W of the ranks and the update, in which gradients are
-            reduced beside other passes.
+        reduction: seconds in which a rank reduces its gradients beside other passes, before the
+            update. It reduces those of each of its chunks behind the last W there.
     """
 
     name = "updates"
@@ -142,7 +142,8 @@ class Updates(Feature):
     def placed(self, costs: Costs, placement: Placement, table: StageCosts) -> StageCosts:
         of_stage = self.seconds / placement.chunks
         table = table.with_seconds({_U: (of_stage,) * placement.num_stages})
-        return replace(table, lag={**table.lag, _U: (self.reduction,) * placement.num_stages})
+        reduction = self.reduction / placement.chunks
+        return replace(table, lag={**table.lag, _U: (reduction,) * placement.num_stages})
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -152,8 +152,9 @@ SLOW = 0.1
 @pytest.mark.parametrize(
     ("name", "p", "m"),
     [
-        *((name, 4, 4) for name in NAMES if name != "interleaved"),
+        *((name, 4, 4) for name in NAMES),
         ("interleaved", 4, 8),
+        ("interleaved", 8, 8),
         *(
             pytest.param(name, 8, m, marks=pytest.mark.full)
             for name in NAMES
@@ -173,18 +174,24 @@ def test_a_slow_reduction_and_update_are_hidden(name: str, p: int, m: int) -> No
 def test_an_update_waits_for_the_reduction_behind_the_last_w(name: str, reduction: float) -> None:
     schedule = late_with(name, m=4, reduction_seconds=reduction)
     timeline = simulate(schedule, costs_of(4).having(Updates(UPDATE, reduction)))
-    last, first = dict[int, float](), dict[int, float]()
+    reduced, first = dict[int, float](), dict[int, float]()
     for passes, start, end in zip(schedule.ranks, timeline.start, timeline.end, strict=True):
+        last = dict[tuple[int, int], float]()
         for p, begin, until in zip(passes, start, end, strict=True):
             group = p.microbatch // 4
             if p.kind in (W, BW):
-                last[group] = max(last.get(group, 0.0), until)
+                last[group, p.stage] = until
             elif p.kind is U:
                 first[group] = min(first.get(group, begin), begin)
-    assert last.keys() == first.keys()
+        for group in {group for group, _ in last}:  # one chunk behind the other
+            seconds = 0.0
+            for at in sorted(until for (of, _), until in last.items() if of == group):
+                seconds = max(seconds, at) + reduction / schedule.placement.chunks
+            reduced[group] = max(reduced.get(group, 0.0), seconds)
+    assert reduced.keys() == first.keys()
     for group, begin in first.items():
-        assert begin >= last[group] + reduction - 1e-9
-    assert any(begin < last[group] + reduction + 2 for group, begin in first.items())
+        assert begin >= reduced[group] - 1e-9
+    assert any(begin < reduced[group] + 2 for group, begin in first.items())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -635,20 +642,37 @@ def test_seconds_of_a_reduction_need_a_delay() -> None:
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 7, 8, 12])
 @pytest.mark.parametrize("chunks", [2, 3, 4, 5, 6])
-def test_the_block_of_a_loop_never_meets_itself(p: int, chunks: int) -> None:
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_the_block_of_a_loop_never_meets_itself(p: int, chunks: int, microbatches: int) -> None:
     """F takes one unit and BW two; they fill the interval of every rank without a gap."""
-    block = families.interleaved_block(p, chunks)
-    assert block.interval == 3 * chunks
+    block = families.interleaved_block(p, chunks, microbatches)
+    assert block.interval == 3 * chunks * microbatches
+    few = range(microbatches + 1)  # with the first one of the next block
+    f, b = (
+        [[block.start(Pass(kind, stage, i)) for stage in range(p * chunks)] for i in few]
+        for kind in (F, B)
+    )
     for rank in range(p):
         taken: list[int] = []
-        for stage in range(rank, p * chunks, p):
-            units = (block.forward[stage], block.backward[stage], block.backward[stage] + 1)
+        for i, stage in product(range(microbatches), range(rank, p * chunks, p)):
+            units = (f[i][stage], b[i][stage], b[i][stage] + 1)
             taken += [unit % block.interval for unit in units]
         assert sorted(taken) == [*range(block.interval)]
-    for before, stage in zip(range(p * chunks), range(1, p * chunks), strict=False):
-        assert block.forward[before] + 1 <= block.forward[stage]
-        assert block.backward[stage] + 2 <= block.backward[before]
-    assert block.forward[-1] + 1 == block.backward[-1]
+    for i in few:
+        for before, stage in zip(range(p * chunks), range(1, p * chunks), strict=False):
+            assert f[i][before] + 1 <= f[i][stage]
+            assert b[i][stage] + 2 <= b[i][before]
+        assert f[i][-1] + 1 <= b[i][-1]
+    assert any(f[i][-1] + 1 == b[i][-1] for i in few)
+    for one, next_one in pairwise(few):
+        assert f[one][0] < f[next_one][0] and b[one][0] < b[next_one][0]
+
+
+@pytest.mark.parametrize(("p", "chunks"), [(4, 2), (6, 2), (8, 2), (6, 6)])
+def test_a_block_of_two_microbatches_ends_earlier(p: int, chunks: int) -> None:
+    one, two = (families.interleaved_block(p, chunks, microbatches) for microbatches in (1, 2))
+    last = Pass(B, 0, 1)
+    assert two.start(last) < one.start(last)
 
 
 def test_groups_of_microbatches_that_are_asked_for_are_kept() -> None:
