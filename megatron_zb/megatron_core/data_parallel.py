@@ -36,6 +36,11 @@ def gradients_of(chunk: Any) -> list[torch.Tensor]:
     return [it.grad_data for it in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
+def bucket_groups_of(chunk: Any) -> list[Any]:
+    """Return the groups of buckets of a chunk that is wrapped for data parallelism."""
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
 class DataParallelPart(StepPart):
     """Gathers and reductions of the steps.
 

@@ -12,7 +12,8 @@ not ended:
    does with gradients, which other ranks of the pipeline may take part in, and starts the sum of
    their squares over the model.
 4. At the update it waits for that sum, clips, and steps the optimizer on the newest weights. With
-   gradients that are not finite in fp16 it skips that step, as all other ranks do.
+   gradients that are not finite in fp16 it skips that step, as all other ranks do. The distributed
+   optimizer starts to gather its weights, and the first pass waits that computes with them.
 5. ``optimizer.step`` reports the update that the call has made, and ``zero_grad`` does nothing.
 
 Before anything else reads weights, such as an evaluation, :meth:`DelayedPart.drain` ends the group
@@ -45,6 +46,7 @@ from megatron_zb.megatron_core.post_validation import (
     is_stub,
 )
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
+from megatron_zb.megatron_core.started_gathers import StartedGathers
 from megatron_zb.megatron_core.started_reductions import StartedReductions
 from megatron_zb.megatron_core.step import Passes, Step, StepPart
 from megatron_zb.megatron_core.verification import Verification
@@ -142,10 +144,9 @@ class LateUpdates:
             if not is_stub(optimizer_of_some):
                 rule.check(optimizer_of_some.optimizer)
         parameters = {id(it): it for chunk in chunks for it in chunk.parameters()}
-        is_distributed = any(map(_is_distributed, self._each))
-        self.banks = WeightBanks(
-            parameters.values(), keeps_home=is_distributed or prediction is not None
-        )
+        is_distributed, predicts = any(map(_is_distributed, self._each)), prediction is not None
+        self._gathers = StartedGathers() if is_distributed and not predicts else None
+        self.banks = WeightBanks(parameters.values(), keeps_home=is_distributed or predicts)
         self._states = (LossScales(self._each), RouterBiases(chunks))
         ranks = [dist.get_process_group_ranks(_group_of(it)) for it in self._each]
         self._groups = new_groups(ranks)
@@ -298,11 +299,19 @@ class LateUpdates:
             self.banks.update(_nothing)
         else:
             self._clip(reduced)
-            self.banks.update(self._step_all, self._ahead)
+            self._step_banks()
         for state in self._states:
             state.update(group)
         self._zero_optimizer()
         self._has_updated = True
+
+    def _step_banks(self) -> None:
+        """Step the newest weights, and start what gathers them from the replicas."""
+        if self._gathers is None:
+            self.banks.update(self._step_all, self._ahead)
+            return
+        with self._gathers.behind(self._chunks):
+            self.banks.update(self._step_all, arrive=self._gathers.wait)
 
     def _clip(self, reduced: _Reduced) -> None:
         """Give the gradients of a group to the optimizers, clipped by their norm."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.data_parallel import gradients_of
+from megatron_zb.megatron_core.data_parallel import bucket_groups_of, gradients_of
 
 
 class StartedReductions:
@@ -40,7 +40,7 @@ class StartedReductions:
             if not _can_start(chunk):
                 continue
             self._chunks.append(chunk)
-            for group in _bucket_groups(chunk):
+            for group in bucket_groups_of(chunk):
                 with _on_copies(group, gradients_of(chunk), copies):
                     group.start_grad_sync(force_all_reduce=force_all_reduce)
                     self._handles.append(group.grad_reduce_handle)
@@ -70,13 +70,9 @@ def _can_start(chunk: Any) -> bool:
     They cannot where gradients of a higher precision lie elsewhere than in the buffers, nor where
     the distributed optimizer has several instances. Megatron reduces those at once.
     """
-    buckets = (bucket for group in _bucket_groups(chunk) for bucket in group.buckets)
+    buckets = (bucket for group in bucket_groups_of(chunk) for bucket in group.buckets)
     is_one = chunk.ddp_config.num_distributed_optimizer_instances == 1
     return is_one and not any(map(versions.has_gradients_elsewhere, buckets))
-
-
-def _bucket_groups(chunk: Any) -> list[Any]:
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
 def _done(*arguments: Any, **keywords: Any) -> None:

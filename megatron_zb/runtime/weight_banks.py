@@ -36,6 +36,7 @@ class WeightBanks:
         self._keeps_home = keeps_home
         first = [it.clone() for it in self._home] if keeps_home else self._home
         self._banks = (first, [it.clone() for it in self._home])
+        self._arrive: Callable[[], None] | None = None
         self.updates = 0
         """Updates that have been applied."""
 
@@ -55,16 +56,20 @@ class WeightBanks:
             raise ValueError(
                 f"the weights after {updates} updates are not kept: there have been {self.updates}"
             )
+        if updates == self.updates:
+            self._take_arrived()
         self._point_to(self._banks[updates % 2])
 
     def rest(self) -> None:
         """Let the parameters be the newest ones, where everybody else expects them."""
+        self._take_arrived()
         self._point_to(self._home if self._keeps_home else self._banks[self.updates % 2])
 
     def update(
         self,
         step: Callable[[], None],
         ahead: Callable[[], AbstractContextManager[None]] = nullcontext,
+        arrive: Callable[[], None] | None = None,
     ) -> None:
         """Make a new generation by a function that changes the newest parameters in place.
 
@@ -73,7 +78,11 @@ class WeightBanks:
         Args:
             step: changes the parameters.
             ahead: within it the parameters are those to compute with; for banks that keep a home.
+            arrive: waits for parameters that ``step`` has not written yet, such as those that come
+                from other ranks. It is called before they are needed; for banks that keep a home
+                and predict nothing.
         """
+        self._take_arrived()
         newest, new = (self._banks[n % 2] for n in (self.updates, self.updates + 1))
         if self._keeps_home:
             self._point_to(self._home)
@@ -83,13 +92,23 @@ class WeightBanks:
         # autograd compares versions of what it has saved, which has not changed
         with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
             step()
-            if self._keeps_home:
+            if self._keeps_home and arrive is None:
                 with ahead():
                     _copy(self._home, new)
+        self._arrive = arrive
         self.updates += 1
+
+    def _take_arrived(self) -> None:
+        """Wait for the newest parameters, if some are on their way."""
+        if self._arrive is None:
+            return
+        self._arrive()
+        self._arrive = None
+        _copy(self._home, self._banks[self.updates % 2])
 
     def forget_older(self) -> None:
         """Let both generations be the newest parameters."""
+        self._take_arrived()
         newest = self._home if self._keeps_home else self._banks[self.updates % 2]
         for bank in self._banks:
             if bank is not newest:

@@ -414,6 +414,7 @@ def build(
     update_delay: int = 0,
     update_seconds: float = 0.0,
     reduction_seconds: float = 0.0,
+    gathering_seconds: float = 0.0,
 ) -> Schedule:
     """Build a named schedule for the given costs.
 
@@ -443,8 +444,9 @@ def build(
         update_delay: steps by which the update of a step comes late, 0 or 1; with 1 the schedule
             has several consecutive steps with no flush between them, and its report has the
             ``period`` of one (:mod:`update_delay`).
-        update_seconds, reduction_seconds: of an update on a rank, and of the reduction of gradients
-            before it, beside passes of the next step; with ``update_delay``.
+        update_seconds, reduction_seconds, gathering_seconds: of an update on a rank, and beside
+            passes of the next step, of the reduction of gradients before it and the gathering of
+            weights behind it; with ``update_delay``.
 
     Returns:
         The schedule, validated, with its :class:`Report`.
@@ -456,7 +458,8 @@ def build(
     chosen = family(name)
     num_microbatches = _checked_number(chosen, pipeline_size, num_microbatches, adapters)
     check_size(chosen.name, pipeline_size * max(chunks or 1, 1), num_microbatches)
-    check_delay(update_delay, updates := Updates(update_seconds, reduction_seconds))
+    updates = Updates(update_seconds, reduction_seconds, gathering_seconds)
+    check_delay(update_delay, updates)
     _check_choice(chosen, "chunks", chunks, chosen.takes_chunks)
     _check_choice(chosen, "group_size", group_size, chosen.takes_group_size)
     if costs is None:

@@ -132,18 +132,22 @@ class Updates(Feature):
         seconds: of a rank, all of its stages together.
         reduction: seconds in which a rank reduces its gradients beside other passes, before the
             update. It reduces those of each of its chunks behind the last W there.
+        gathering: seconds in which a rank gathers the updated weights beside other passes, before
+            the first F that computes with them.
     """
 
     name = "updates"
 
     seconds: float
     reduction: float = 0.0
+    gathering: float = 0.0
 
     def placed(self, costs: Costs, placement: Placement, table: StageCosts) -> StageCosts:
         of_stage = self.seconds / placement.chunks
         table = table.with_seconds({_U: (of_stage,) * placement.num_stages})
-        reduction = self.reduction / placement.chunks
-        return replace(table, lag={**table.lag, _U: (reduction,) * placement.num_stages})
+        lags = ((_U, self.reduction / placement.chunks), (_F, self.gathering))
+        lag = {kind: (seconds,) * placement.num_stages for kind, seconds in lags}
+        return replace(table, lag={**table.lag, **lag})
 
 
 @dataclass(frozen=True)

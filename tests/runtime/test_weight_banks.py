@@ -253,3 +253,34 @@ def test_an_update_that_fails_is_not_counted(keeps_home: bool) -> None:
     assert banks.updates == 0
     banks.select(0)
     assert values(parameters) == [1.0, 10.0]
+
+
+@pytest.mark.parametrize("needs", ["select", "rest", "update", "forget"])
+def test_weights_that_are_on_their_way_are_awaited_when_they_are_needed(needs: str) -> None:
+    parameters = two_parameters()
+    banks = WeightBanks(parameters, keeps_home=True)
+    home = [it.data for it in parameters]
+    arrived: list[int] = []
+
+    def arrive() -> None:
+        arrived.append(banks.updates)
+        for it in home:
+            it.add_(5.0)
+
+    banks.update(adding(parameters, 1.0), arrive=arrive)
+    banks.select(0)
+    assert values(parameters) == [1.0, 10.0] and not arrived
+    if needs == "select":
+        banks.select(1)
+    elif needs == "rest":
+        banks.rest()
+    elif needs == "forget":
+        banks.forget_older()
+    else:
+        banks.update(adding(parameters, 2.0))
+    assert arrived == [1]
+    banks.select(1)
+    assert values(parameters) == [7.0, 16.0] and arrived == [1]
+    if needs == "update":
+        banks.select(2)
+        assert values(parameters) == [9.0, 18.0]

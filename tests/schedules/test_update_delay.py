@@ -194,6 +194,44 @@ def test_an_update_waits_for_the_reduction_behind_the_last_w(name: str, reductio
     assert any(begin < reduced[group] + 2 for group, begin in first.items())
 
 
+@pytest.mark.parametrize(
+    ("name", "p", "m"),
+    [
+        *((name, 4, 8) for name in NAMES),
+        *((name, 4, 4) for name in ("v-half", "v-zb")),
+        *(
+            pytest.param(name, 8, m, marks=pytest.mark.full)
+            for name in NAMES
+            for m in (8, 16, 32)
+            if (name, m) not in (("1f1b", 8), ("zb-h1", 8))
+        ),
+    ],
+)
+def test_a_gathering_behind_the_update_is_hidden(name: str, p: int, m: int) -> None:
+    """Weights of two bytes take half of the time of gradients of four."""
+    slow = SLOW * 3 * m
+    seconds = {"update_seconds": slow, "reduction_seconds": slow, "gathering_seconds": slow / 2}
+    assert period_of(late_with(name, p, m, **seconds)) == pytest.approx(3 * m + slow)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("gathering", [0.0, 0.4, 5.0])
+def test_the_next_step_but_one_waits_for_the_gathering(name: str, gathering: float) -> None:
+    schedule = late_with(name, m=4, gathering_seconds=gathering)
+    timeline = simulate(schedule, costs_of(4).having(Updates(UPDATE, gathering=gathering)))
+    waited = 0
+    for passes, start, end in zip(schedule.ranks, timeline.start, timeline.end, strict=True):
+        updated = dict[tuple[int, int], float]()
+        for p, begin, until in zip(passes, start, end, strict=True):
+            group = p.microbatch // 4
+            if p.kind is U:
+                updated[group, p.stage] = until
+            elif p.kind is F and group >= 2:
+                assert begin >= updated[group - 2, p.stage] + gathering - 1e-9
+                waited += 1
+    assert waited == 4 * schedule.placement.num_stages * (schedule.num_microbatches // 4 - 2)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seconds", [0.0, 3.0])
 def test_all_ranks_update_at_one_time(name: str, seconds: float) -> None:
@@ -624,7 +662,11 @@ def test_auto_keeps_to_a_placement(choices: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_seconds_of_an_update_are_checked(seconds: float) -> None:
-    for what, name in (("an update", "update_seconds"), ("a reduction", "reduction_seconds")):
+    for what, name in (
+        ("an update", "update_seconds"),
+        ("a reduction", "reduction_seconds"),
+        ("a gathering", "gathering_seconds"),
+    ):
         choices: dict[str, Any] = {name: seconds}
         with pytest.raises(UsageError, match=f"{what} takes {seconds} s") as error:
             late_with("1f1b", **choices)

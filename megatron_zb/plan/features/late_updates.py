@@ -2,7 +2,7 @@
 
 The search of a plan takes trainings whose updates come in time. This takes its rows, and builds
 each again with ``update_delay=1``, as a run with ``--pipeline-update-delay 1`` does. The optimizer
-and the gathering of its weights are work of a rank; the reduction of gradients runs beside passes.
+is work of a rank; the reduction of gradients and the gathering of weights run beside passes.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _rebuilt(index: int, row: Prediction, plan: Plan, way: str) -> list[LateRow]
     )
     states = max(staged.states, key=lambda s: s.parameters)
     travel = Travel.of(row.load, states)
-    update = seconds_apart(row.load, states, post_validation=False) + travel.gathering
+    update = seconds_apart(row.load, states, post_validation=False)
     p, m = row.load.strategy.pipeline, row.num_microbatches
     few = min(m, _TURNS * p)
     family = catalog.family(row.family)
@@ -139,6 +139,7 @@ def _rebuilt(index: int, row: Prediction, plan: Plan, way: str) -> list[LateRow]
             update_delay=1,
             update_seconds=update,
             reduction_seconds=travel.reduction,
+            gathering_seconds=travel.gathering,
         )
     except UsageError:
         return []

@@ -55,7 +55,11 @@ def check_delay(delay: int, updates: Updates) -> None:
     Raises:
         UsageError: it is neither 0 nor 1, or takes no number of seconds, or some without a delay.
     """
-    for what, seconds in (("an update", updates.seconds), ("a reduction", updates.reduction)):
+    for what, seconds in (
+        ("an update", updates.seconds),
+        ("a reduction", updates.reduction),
+        ("a gathering", updates.gathering),
+    ):
         if seconds and not delay:
             raise UsageError(
                 f"{what} that takes {seconds} s was asked for without a delay: give update_delay 1"
@@ -338,10 +342,25 @@ def with_delay(
 def _cuts(order: Schedule, request: Request) -> Iterator[Schedule]:
     """Yield a long step cut into groups, with updates at one time and as late as each rank can."""
     late = _with_updates(order, request.num_microbatches)
-    for updated in (_at_one_time(late, request.costs), late):
+    early = _seconds_early(request.costs, order.placement)
+    for updated in (*(_at_one_time(late, request.costs, it) for it in early), late):
         schedule = None if updated is None else _repeated(updated, request)
         if schedule is not None:
             yield schedule
+
+
+def _seconds_early(costs: Costs, placement: Placement) -> list[float]:
+    """Return by how many seconds an update may come before the first F that needs it.
+
+    Some leave time to gather weights, even where a rank ends a pass before it makes the update.
+    """
+    updates = costs.feature(Updates)
+    assert updates is not None
+    if not updates.gathering:
+        return [0.0]
+    seconds = costs.for_placement(placement).seconds
+    longest = max(max(seconds[kind]) for kind in (_F, _B, _W, _BW))
+    return [updates.gathering + longest, updates.gathering, updates.gathering / 2, 0.0]
 
 
 def _repeated(updated: Schedule, request: Request) -> Schedule | None:
@@ -359,10 +378,11 @@ def _repeated(updated: Schedule, request: Request) -> Schedule | None:
     return replace(schedule, report=Report(timeline.makespan, max(work), period))
 
 
-def _at_one_time(schedule: Schedule, costs: Costs) -> Schedule | None:
+def _at_one_time(schedule: Schedule, costs: Costs, early: float) -> Schedule | None:
     """Return a schedule whose ranks make each update at one time, None if they cannot run.
 
-    1. Updates take no time at first. The earliest one of a group on any rank tells the time.
+    1. Updates and gathers take no time at first. The earliest update of a group on any rank tells
+       the time. It is some seconds ``early``, in which weights can be gathered.
     2. On each rank the update follows all passes that start before that time. No pass before it, on
        any rank, then needs one behind it on another rank, so that updates of any length move what
        is behind them by this length and no more.
@@ -370,7 +390,7 @@ def _at_one_time(schedule: Schedule, costs: Costs) -> Schedule | None:
     updates = costs.feature(Updates)
     assert updates is not None
     try:
-        start = simulate(schedule, costs.having(replace(updates, seconds=0.0))).start
+        start = simulate(schedule, costs.having(Updates(0.0, updates.reduction))).start
     except InvalidSchedule:
         return None
     times: dict[int, float] = {}
@@ -381,7 +401,7 @@ def _at_one_time(schedule: Schedule, costs: Costs) -> Schedule | None:
     found = []
     for passes, starts in zip(schedule.ranks, start, strict=True):
         keys = [
-            (times[p.microbatch] - _TOLERANCE, 0) if p.kind is _U else (at, 1)
+            (times[p.microbatch] - early - _TOLERANCE, 0) if p.kind is _U else (at, 1)
             for p, at in zip(passes, starts, strict=True)
         ]
         found.append(tuple(passes[i] for i in sorted(range(len(passes)), key=keys.__getitem__)))
