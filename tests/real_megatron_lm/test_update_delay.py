@@ -114,8 +114,9 @@ def test_loss_scales(checkout: Path, upstream_checkpoint: Path, tmp_path: Path) 
     ]
     assert [run.code for run in runs] == [0, 0], runs[1].output
     theirs, ours = runs
-    both = [step for step in ours.losses if step in theirs.losses]
-    assert both[-2:] == [6, 7]
+    logged = [step for step, loss in ours.losses.items() if float(loss)]  # 0 in a line of a skip
+    both = [step for step in logged if step in theirs.losses]
+    assert 7 in both
     assert "skipped iterations:   1" in ours.output
     assert all(ours.losses[step] == theirs.losses[step] for step in both)
     assert ours.evaluations == theirs.evaluations
