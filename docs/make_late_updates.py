@@ -36,20 +36,21 @@ def periods_table() -> list[str]:
     for name in SCHEDULES:
         for m in MICROBATCHES:
             rows.append([f"`{name}`", m, *seconds_of(name, m)])
-    headings = ("schedule", "microbatches", "flush", "late", "work", "slow, late", "slow, work")
-    return table((*headings, "peak"), rows)
+    headings = ("schedule", "microbatches", "flush", "late", "work", "slow, late", "and gathered")
+    return table((*headings, "slow, work", "peak"), rows)
 
 
 def seconds_of(name: str, m: int) -> Sequence[object]:
     """Return the cells of a schedule.
 
-    With a flush, late, the work of a rank, both with a slow update and reduction, and the peak.
+    With a flush, late, the work of a rank, both with a slow update and reduction (late with a
+    gathering of half a reduction as well), and the peak.
     """
     costs, work = Costs.uniform(pipeline_size=RANKS, forward=1, backward=1, weight=1), 3 * m
     flushed = build(name, pipeline_size=RANKS, num_microbatches=m, costs=costs)
     assert flushed.report is not None
     flush = f"{flushed.report.makespan + UPDATE:.1f}"
-    late, slow = (
+    late, slow, gathered = (
         build(
             name,
             pipeline_size=RANKS,
@@ -58,13 +59,18 @@ def seconds_of(name: str, m: int) -> Sequence[object]:
             update_delay=1,
             update_seconds=update,
             reduction_seconds=reduction,
+            gathering_seconds=gathering,
         )
-        for update, reduction in ((UPDATE, 0.0), (SLOW * work, SLOW * work))
+        for update, reduction, gathering in (
+            (UPDATE, 0.0, 0.0),
+            (SLOW * work, SLOW * work, 0.0),
+            (SLOW * work, SLOW * work, SLOW * work / 2),
+        )
     )
-    assert late.report is not None and slow.report is not None
+    assert late.report is not None and slow.report is not None and gathered.report is not None
     peak = max(simulate(late, costs).peak_microbatches)
-    seconds = late.report.period, work + UPDATE, slow.report.period, (1 + SLOW) * work
-    return flush, *(f"{it:.1f}" for it in seconds), f"{peak:g}"
+    periods = late.report.period, work + UPDATE, slow.report.period, gathered.report.period
+    return flush, *(f"{it:.1f}" for it in (*periods, (1 + SLOW) * work)), f"{peak:g}"
 
 
 def convergence_table(results: dict[str, Any]) -> list[str]:

@@ -215,6 +215,25 @@ def test_a_gathering_behind_the_update_is_hidden(name: str, p: int, m: int) -> N
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_time_is_left_for_what_has_no_seconds(name: str) -> None:
+    """Of the time between the last W and the next step but one, on both sides of the update."""
+    schedule = late(name, m=8)
+    timeline = simulate(schedule, costs_of(4).having(Updates(0.0)))
+    last, needed, made = -math.inf, math.inf, math.inf
+    for passes, start, end in zip(schedule.ranks, timeline.start, timeline.end, strict=True):
+        for p, begin, until in zip(passes, start, end, strict=True):
+            if p.kind in (W, BW) and p.microbatch < 8:
+                last = max(last, until)
+            elif p.kind is F and p.microbatch == 16:
+                needed = min(needed, begin)
+            elif p.kind is U and p.microbatch == 0:
+                made = min(made, begin)
+    slack = needed - last
+    assert slack > 2
+    assert slack / 2 <= made - last and 0 < needed - made <= slack / 3 + 1
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("gathering", [0.0, 0.4, 5.0])
 def test_the_next_step_but_one_waits_for_the_gathering(name: str, gathering: float) -> None:
     schedule = late_with(name, m=4, gathering_seconds=gathering)
@@ -389,10 +408,10 @@ def test_a_forward_in_front_of_its_update_breaks_a_rule(name: str) -> None:
     update = rank.index(Pass(U, 0, 0))
     first = rank.index(Pass(F, 0, 16))
     assert first > update
-    rank.insert(update, rank.pop(first))
+    rank.insert(first, rank.pop(update))
     with pytest.raises(InvalidSchedule, match="update of group 0 has not run yet") as error:
         replace(schedule, ranks=(tuple(rank), *schedule.ranks[1:])).validate()
-    assert (error.value.rank, error.value.position) == (0, update)
+    assert (error.value.rank, error.value.position) == (0, first - 1)
     assert is_one_sentence(error)
 
 

@@ -30,7 +30,7 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import LimitTooSmall, Request, least_refused
 from megatron_zb.schedules.rules import Sizes
 from megatron_zb.schedules.schedule import InvalidSchedule, Report, Schedule
-from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.simulator import Timeline, simulate
 from megatron_zb.schedules.stage_costs import Priced
 from megatron_zb.schedules.task_graph import TaskGraph
 from megatron_zb.schedules.units import UnitRules, Units, Updates
@@ -349,15 +349,16 @@ def _cuts(order: Schedule, request: Request) -> Iterator[Schedule]:
             yield schedule
 
 
-def _seconds_early(costs: Costs, placement: Placement) -> list[float]:
+def _seconds_early(costs: Costs, placement: Placement) -> list[float | None]:
     """Return by how many seconds an update may come before the first F that needs it.
 
     Some leave time to gather weights, even where a rank ends a pass before it makes the update.
+    None is for a part of the time that there is, where nobody has said what it is needed for.
     """
     updates = costs.feature(Updates)
     assert updates is not None
     if not updates.gathering:
-        return [0.0]
+        return [0.0] if updates.reduction else [None, 0.0]
     seconds = costs.for_placement(placement).seconds
     longest = max(max(seconds[kind]) for kind in (_F, _B, _W, _BW))
     return [updates.gathering + longest, updates.gathering, updates.gathering / 2, 0.0]
@@ -378,11 +379,12 @@ def _repeated(updated: Schedule, request: Request) -> Schedule | None:
     return replace(schedule, report=Report(timeline.makespan, max(work), period))
 
 
-def _at_one_time(schedule: Schedule, costs: Costs, early: float) -> Schedule | None:
+def _at_one_time(schedule: Schedule, costs: Costs, early: float | None) -> Schedule | None:
     """Return a schedule whose ranks make each update at one time, None if they cannot run.
 
     1. Updates and gathers take no time at first. The earliest update of a group on any rank tells
-       the time. It is some seconds ``early``, in which weights can be gathered.
+       the time. It is some seconds ``early``, in which weights can be gathered: a third of those
+       behind the last W if None, since gradients have twice the bytes of weights.
     2. On each rank the update follows all passes that start before that time. No pass before it, on
        any rank, then needs one behind it on another rank, so that updates of any length move what
        is behind them by this length and no more.
@@ -390,22 +392,37 @@ def _at_one_time(schedule: Schedule, costs: Costs, early: float) -> Schedule | N
     updates = costs.feature(Updates)
     assert updates is not None
     try:
-        start = simulate(schedule, costs.having(Updates(0.0, updates.reduction))).start
+        timeline = simulate(schedule, costs.having(Updates(0.0, updates.reduction)))
     except InvalidSchedule:
         return None
-    times: dict[int, float] = {}
-    for passes, starts in zip(schedule.ranks, start, strict=True):
-        for p, at in zip(passes, starts, strict=True):
-            if p.kind is _U:
-                times[p.microbatch] = min(times.get(p.microbatch, math.inf), at)
+    times = _times_of_updates(schedule, timeline, early)
     found = []
-    for passes, starts in zip(schedule.ranks, start, strict=True):
+    for passes, starts in zip(schedule.ranks, timeline.start, strict=True):
         keys = [
-            (times[p.microbatch] - early - _TOLERANCE, 0) if p.kind is _U else (at, 1)
+            (times[p.microbatch] - _TOLERANCE, 0) if p.kind is _U else (at, 1)
             for p, at in zip(passes, starts, strict=True)
         ]
         found.append(tuple(passes[i] for i in sorted(range(len(passes)), key=keys.__getitem__)))
     return replace(schedule, ranks=tuple(found))
+
+
+def _times_of_updates(
+    schedule: Schedule, timeline: Timeline, early: float | None
+) -> dict[int, float]:
+    """Return when the update of each group is made, by its unit."""
+    rules = schedule.rules
+    assert isinstance(rules, DelayedRules)
+    first, done = dict[int, float](), dict[int, float]()
+    for passes, starts, ends in zip(schedule.ranks, timeline.start, timeline.end, strict=True):
+        for p, at, end in zip(passes, starts, ends, strict=True):
+            unit = p.microbatch // rules.group * rules.group
+            if p.kind is _U:
+                first[unit] = min(first.get(unit, math.inf), at)
+            elif p.kind in (_W, _BW):
+                done[unit] = max(done.get(unit, 0.0), end)
+    return {
+        unit: at - ((at - done[unit]) / 3 if early is None else early) for unit, at in first.items()
+    }
 
 
 def _with_updates(schedule: Schedule, group: int) -> Schedule:
