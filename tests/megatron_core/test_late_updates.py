@@ -12,7 +12,7 @@ import pytest
 import torch
 from adapters import scheduled
 from brief_searches import briefly
-from gpt_cases import GPTCase, built, forward_backward, microbatches
+from gpt_cases import GPTCase, built, forward_backward, microbatches, skip_without_hybrids
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -144,11 +144,15 @@ def at_the_end(run: Run, optimizer: Any, chunks: list[Any]) -> Run:
 def delayed(training: Training) -> Run:
     """The training with an update delay, in the way of Megatron-LM's loop."""
     case, run, m = training.case, Run(), training.microbatches
-    late = replace(case, update_delay=1)
-    with briefly(), built(late, training.schedule, m) as (adapter, chunks):
+    late, step = replace(case, update_delay=1), 0
+
+    def steps_done() -> int:
+        return step
+
+    drawn = steps_done if case.dropout else None
+    with briefly(), built(late, training.schedule, m, drawn) as (adapter, chunks):
         assert adapter is not None
         optimizer, scheduler = optimizer_of(training, chunks)
-        step = 0
 
         def may_read_ahead() -> bool:
             return step + 1 < training.steps and step not in training.saved
@@ -189,11 +193,18 @@ def delayed(training: Training) -> Run:
 
 
 def oracle(training: Training) -> Run:
-    """Megatron's 1F1B on the weights after one update fewer, whose update changes the newest."""
-    case, run, m = training.case, Run(), training.microbatches
-    with built(case, None, m) as (_, chunks):
+    """Megatron's 1F1B on the weights after one update fewer, whose update changes the newest.
+
+    With dropout it is 1F1B without a delay, whose layers draw from streams of their own.
+    """
+    case, run, m, step = training.case, Run(), training.microbatches, 0
+
+    def steps_done() -> int:
+        return step
+
+    with built(case, "1f1b" if case.dropout else None, m, steps_done) as (adapter, chunks):
         optimizer, scheduler = optimizer_of(training, chunks)
-        function = get_forward_backward_func()
+        function = adapter.forward_backward_func if adapter else get_forward_backward_func()
         weights, biases, scales = Weights(chunks), Biases(chunks), Scales(optimizer)
         each = (weights, biases, scales)
         own = [it for one in optimizers_in(optimizer) for it in one.get_parameters()]
@@ -434,6 +445,7 @@ PARALLEL = {
     "bf16": BF16,
     "experts": replace(FP32, options=options(**EXPERTS)),
     "tied": replace(FP32, tied=True),
+    "hybrid": replace(FP32, hybrid="*-*-*-*-"),
     "dropout": replace(FP32, dropout=0.1),
     "data-parallel": replace(FP32, data_parallel=2),
     "distributed-optimizer": replace(BF16, data_parallel=2, distributed_optimizer=True),
@@ -447,9 +459,10 @@ PARALLEL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
-@pytest.mark.parametrize("name", [name for name in PARALLEL if name != "dropout"])
+@pytest.mark.parametrize("name", PARALLEL)
 def test_in_parallel(ranks: RankPools, name: str, schedule: str) -> None:
     case = PARALLEL[name]
+    skip_without_hybrids(case)
     world = 2 * case.data_parallel * case.tensor_parallel
     check(ranks(world).run(both, training=Training(case, schedule, steps=20)))
 
