@@ -209,7 +209,7 @@ def _built_once(
             adapters=_adapters(args) if args.adapters else None,
             second_model=_second_model(args),
             update_delay=int(args.update_delay),
-            update_seconds=_UPDATE if args.update_delay else 0.0,
+            updates=Updates(_UPDATE if args.update_delay else 0.0),
         )
     dist.broadcast_object_list(found)
     schedule: schedules.Schedule = found[0]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from make_schedules import replaced, table
 
 from megatron_zb.schedules import Costs, build, simulate
+from megatron_zb.schedules.units import Updates
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "late_updates.md"
@@ -57,14 +58,12 @@ def seconds_of(name: str, m: int) -> Sequence[object]:
             num_microbatches=m,
             costs=costs,
             update_delay=1,
-            update_seconds=update,
-            reduction_seconds=reduction,
-            gathering_seconds=gathering,
+            updates=updates,
         )
-        for update, reduction, gathering in (
-            (UPDATE, 0.0, 0.0),
-            (SLOW * work, SLOW * work, 0.0),
-            (SLOW * work, SLOW * work, SLOW * work / 2),
+        for updates in (
+            Updates(UPDATE),
+            Updates(SLOW * work, SLOW * work),
+            Updates(SLOW * work, SLOW * work, SLOW * work / 2),
         )
     )
     assert late.report is not None and slow.report is not None and gathered.report is not None

@@ -412,9 +412,7 @@ def build(
     adapters: Adapters | None = None,
     second_model: SecondModel | None = None,
     update_delay: int = 0,
-    update_seconds: float = 0.0,
-    reduction_seconds: float = 0.0,
-    gathering_seconds: float = 0.0,
+    updates: Updates | None = None,
 ) -> Schedule:
     """Build a named schedule for the given costs.
 
@@ -444,9 +442,7 @@ def build(
         update_delay: steps by which the update of a step comes late, 0 or 1; with 1 the schedule
             has several consecutive steps with no flush between them, and its report has the
             ``period`` of one (:mod:`update_delay`).
-        update_seconds, reduction_seconds, gathering_seconds: of an update on a rank, and beside
-            passes of the next step, of the reduction of gradients before it and the gathering of
-            weights behind it; with ``update_delay``.
+        updates: costs of an update on a rank, with ``update_delay``; nothing when left out.
 
     Returns:
         The schedule, validated, with its :class:`Report`.
@@ -458,8 +454,7 @@ def build(
     chosen = family(name)
     num_microbatches = _checked_number(chosen, pipeline_size, num_microbatches, adapters)
     check_size(chosen.name, pipeline_size * max(chunks or 1, 1), num_microbatches)
-    updates = Updates(update_seconds, reduction_seconds, gathering_seconds)
-    check_delay(update_delay, updates)
+    check_delay(update_delay, updates := updates or Updates(0.0))
     _check_choice(chosen, "chunks", chunks, chosen.takes_chunks)
     _check_choice(chosen, "group_size", group_size, chosen.takes_group_size)
     if costs is None:

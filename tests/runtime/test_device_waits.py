@@ -60,6 +60,7 @@ PLACES = {
     "megatron_core/late_updates.py:LateUpdates.update": ORDERED + "; every rank has begun its sum",
     "megatron_core/late_updates.py:LateUpdates._clip": "behind that sum",
     "megatron_core/late_updates.py:LateUpdates.finish_reductions": ORDERED + ", where ranks meet",
+    "megatron_core/started_gathers.py:StartedGathers.wait": ORDERED + ", behind the update",
     "megatron_core/started_reductions.py:StartedReductions.wait": ORDERED + ", where ranks meet",
     "megatron_core/experts.py:share": BETWEEN_STEPS,
     "megatron_core/connections.py:WatchPart.forget_marks": BETWEEN_STEPS,

@@ -68,8 +68,8 @@ def late_costs(costs: Costs) -> Costs:
 
 def late_with(name: str = "v-half", p: int = 4, m: int | None = 8, **choices: Any) -> Schedule:
     choices.setdefault("costs", costs_of(p))
-    choices = {"update_delay": 1, "update_seconds": UPDATE} | choices
-    return build(name, pipeline_size=p, num_microbatches=m, **choices)
+    choices.setdefault("updates", Updates(UPDATE))
+    return build(name, pipeline_size=p, num_microbatches=m, **{"update_delay": 1, **choices})
 
 
 def period_of(schedule: Schedule) -> float:
@@ -141,7 +141,7 @@ def test_a_report_tells_the_work_of_the_busiest_rank(name: str) -> None:
 
 def test_an_update_takes_its_seconds() -> None:
     for seconds in (0.0, 2.5):
-        found = late_with("v-min", m=4, update_seconds=seconds)
+        found = late_with("v-min", m=4, updates=Updates(seconds))
         assert period_of(found) == pytest.approx(12 + seconds)
 
 
@@ -165,15 +165,16 @@ SLOW = 0.1
 )
 def test_a_slow_reduction_and_update_are_hidden(name: str, p: int, m: int) -> None:
     slow = SLOW * 3 * m
-    found = late_with(name, p, m, update_seconds=slow, reduction_seconds=slow)
+    found = late_with(name, p, m, updates=Updates(slow, slow))
     assert period_of(found) == pytest.approx(3 * m + slow)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reduction", [0.0, 0.4, 5.0])
 def test_an_update_waits_for_the_reduction_behind_the_last_w(name: str, reduction: float) -> None:
-    schedule = late_with(name, m=4, reduction_seconds=reduction)
-    timeline = simulate(schedule, costs_of(4).having(Updates(UPDATE, reduction)))
+    updates = Updates(UPDATE, reduction)
+    schedule = late_with(name, m=4, updates=updates)
+    timeline = simulate(schedule, costs_of(4).having(updates))
     reduced, first = dict[int, float](), dict[int, float]()
     for passes, start, end in zip(schedule.ranks, timeline.start, timeline.end, strict=True):
         last = dict[tuple[int, int], float]()
@@ -210,8 +211,8 @@ def test_an_update_waits_for_the_reduction_behind_the_last_w(name: str, reductio
 def test_a_gathering_behind_the_update_is_hidden(name: str, p: int, m: int) -> None:
     """Weights of two bytes take half of the time of gradients of four."""
     slow = SLOW * 3 * m
-    seconds = {"update_seconds": slow, "reduction_seconds": slow, "gathering_seconds": slow / 2}
-    assert period_of(late_with(name, p, m, **seconds)) == pytest.approx(3 * m + slow)
+    found = late_with(name, p, m, updates=Updates(slow, slow, slow / 2))
+    assert period_of(found) == pytest.approx(3 * m + slow)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -236,8 +237,9 @@ def test_time_is_left_for_what_has_no_seconds(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("gathering", [0.0, 0.4, 5.0])
 def test_the_next_step_but_one_waits_for_the_gathering(name: str, gathering: float) -> None:
-    schedule = late_with(name, m=4, gathering_seconds=gathering)
-    timeline = simulate(schedule, costs_of(4).having(Updates(UPDATE, gathering=gathering)))
+    updates = Updates(UPDATE, gathering=gathering)
+    schedule = late_with(name, m=4, updates=updates)
+    timeline = simulate(schedule, costs_of(4).having(updates))
     waited = 0
     for passes, start, end in zip(schedule.ranks, timeline.start, timeline.end, strict=True):
         updated = dict[tuple[int, int], float]()
@@ -255,7 +257,7 @@ def test_the_next_step_but_one_waits_for_the_gathering(name: str, gathering: flo
 @pytest.mark.parametrize("seconds", [0.0, 3.0])
 def test_all_ranks_update_at_one_time(name: str, seconds: float) -> None:
     """Each between two passes, so that a long update moves what is behind it and nothing more."""
-    schedule = late_with(name, update_seconds=seconds)
+    schedule = late_with(name, updates=Updates(seconds))
     timeline = simulate(schedule, costs_of(4).having(Updates(0.0)))
     times: dict[int, list[float]] = {}
     for passes, start in zip(schedule.ranks, timeline.start, strict=True):
@@ -681,20 +683,19 @@ def test_auto_keeps_to_a_placement(choices: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_seconds_of_an_update_are_checked(seconds: float) -> None:
-    for what, name in (
-        ("an update", "update_seconds"),
-        ("a reduction", "reduction_seconds"),
-        ("a gathering", "gathering_seconds"),
+    for what, updates in (
+        ("an update", Updates(seconds)),
+        ("a reduction", Updates(0.1, seconds)),
+        ("a gathering", Updates(0.1, 0.1, seconds)),
     ):
-        choices: dict[str, Any] = {name: seconds}
         with pytest.raises(UsageError, match=f"{what} takes {seconds} s") as error:
-            late_with("1f1b", **choices)
+            late_with("1f1b", updates=updates)
         assert is_one_sentence(error)
 
 
 def test_seconds_of_a_reduction_need_a_delay() -> None:
     with pytest.raises(UsageError, match="a reduction that takes 1") as error:
-        build("1f1b", pipeline_size=2, num_microbatches=2, reduction_seconds=1.0)
+        build("1f1b", pipeline_size=2, num_microbatches=2, updates=Updates(0.0, 1.0))
     assert is_one_sentence(error)
 
 

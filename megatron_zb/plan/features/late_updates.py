@@ -30,6 +30,7 @@ from megatron_zb.plan.step import Travel, seconds_apart
 from megatron_zb.plan.table import name_in, setting_of
 from megatron_zb.schedules import PassKind, Schedule, catalog
 from megatron_zb.schedules.features.update_delay import GROUPS
+from megatron_zb.schedules.units import Updates
 
 FLAG = "--late-updates"
 OF_TRAINING = "--pipeline-update-delay"
@@ -137,9 +138,7 @@ def _rebuilt(index: int, row: Prediction, plan: Plan, way: str) -> list[LateRow]
             placement=None if family.placement is not None else row.schedule.placement,
             memory_limit=row.memory_limit,
             update_delay=1,
-            update_seconds=update,
-            reduction_seconds=travel.reduction,
-            gathering_seconds=travel.gathering,
+            updates=Updates(update, travel.reduction, travel.gathering),
         )
     except UsageError:
         return []
