@@ -210,11 +210,17 @@ class LateUpdates:
         for state in self._states:
             state.keep(kind, group)
 
-    def rest(self) -> None:
-        """Have the newest weights in place, between two calls."""
-        self.banks.rest()
+    def end_call(self) -> None:
+        """Have the newest state in place, and weights unless they are on their way."""
+        if not self.banks.are_arriving:
+            self.banks.rest()
         for state in self._states:
             state.rest()
+
+    def rest(self) -> None:
+        """Have the newest weights in place."""
+        self.banks.rest()
+        self.end_call()
 
     def put_aside(self, group: int, chunk: int) -> None:
         """Put the gradients of a chunk aside: the last W of a group has run on it."""
@@ -549,7 +555,8 @@ class DelayedPart(StepPart):
             self._begin(call.group + 1, step.make_stages(ahead), ahead)
         self._run(step.program, passes, step)
         self._is_open, self._next = True, call.group + 1
-        self._end(call.group - 1)
+        self._begun.pop(call.group - 1, None)
+        self._updates.end_call()
         return True
 
     def _begin(self, group: int, stages: Mapping[int, Any], step: Step) -> None:
@@ -563,10 +570,6 @@ class DelayedPart(StepPart):
         if streams is not None and streams.step is not None:
             number = streams.step + group - self._next
         self._begun[group] = _Begun(stages, step, weights, number)
-
-    def _end(self, group: int) -> None:
-        self._begun.pop(group, None)
-        self._updates.rest()
 
     def _run(self, program: Program, passes: Passes, step: Step) -> None:
         stages = {number: number for number in passes.stages}
@@ -669,7 +672,8 @@ class DelayedPart(StepPart):
         finally:
             self._drains = False
         self._is_open = False
-        self._end(call.group)
+        self._begun.pop(call.group, None)
+        self._updates.rest()
         self._updates.end_drain()
 
     def restart(self) -> None:

@@ -46,6 +46,11 @@ class WeightBanks:
         of_one = sum(it.numel() * it.element_size() for it in self._home)
         return of_one * (1 + self._keeps_home)
 
+    @property
+    def are_arriving(self) -> bool:
+        """Whether the newest parameters are on their way."""
+        return self._arrive is not None
+
     def select(self, updates: int) -> None:
         """Let the parameters be those after a number of updates.
 

@@ -59,7 +59,8 @@ class Run:
     """Losses of the steps on this rank, the last learning rate, and the weights at the end.
 
     ``place`` is that among the data-parallel and the tensor-parallel ranks. ``skipped`` says of
-    each step what the optimizer reports in it, ``scales`` are its loss scales.
+    each step what the optimizer reports in it, ``scales`` are its loss scales. ``arriving`` says
+    whether weights are still gathered behind a step.
     """
 
     place: tuple[int, int] = (0, 0)
@@ -68,6 +69,7 @@ class Run:
     norms: list[float | None] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
+    arriving: list[bool] = field(default_factory=list)
     rate: float = 0.0
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -172,6 +174,7 @@ def delayed(training: Training) -> Run:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
             run.losses.append(losses_of(forward_backward(function, chunks, data, m)))
+            run.arriving.append(part._updates.banks.are_arriving)
             success, norm, _ = optimizer.step()
             if success:
                 scheduler.step(increment=1)
@@ -464,7 +467,9 @@ def test_in_parallel(ranks: RankPools, name: str, schedule: str) -> None:
     case = PARALLEL[name]
     skip_without_hybrids(case)
     world = 2 * case.data_parallel * case.tensor_parallel
-    check(ranks(world).run(both, training=Training(case, schedule, steps=20)))
+    found = ranks(world).run(both, training=Training(case, schedule, steps=20))
+    check(found)
+    assert any(any(late.arriving) for _, late in found) == case.distributed_optimizer
 
 
 @pytest.mark.slow
