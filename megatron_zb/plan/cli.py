@@ -331,7 +331,7 @@ def run(arguments: argparse.Namespace) -> Plan:
 
     entries = adapters.asked_adapters(arguments)
     asked = late_updates.FLAG if arguments.late_updates else late_updates.OF_TRAINING
-    job, candidates = request.read(arguments)
+    job, candidates = request.read(arguments, [late_updates.of_training])
     late_updates.check_late(arguments, asked)
     source = lengths.asked_lengths(arguments, job)
     if source is not None:

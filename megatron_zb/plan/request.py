@@ -6,17 +6,16 @@ After ``--``, the arguments of a training give the model and the sizes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.config import path_of
 from megatron_zb.parsing import flag_of, size_in_bytes
 from megatron_zb.plan.arguments import numbers, whole_number
 from megatron_zb.plan.device import DeviceConfig, read_device
-from megatron_zb.plan.features import late_updates
 from megatron_zb.plan.features.catalog import FEATURES
 from megatron_zb.plan.features.feature import Described
 from megatron_zb.plan.given_run import GivenRun
@@ -60,8 +59,18 @@ class Training(NamedTuple):
     flags: dict[str, str]
 
 
-def read_training(words: Sequence[str], arguments: argparse.Namespace | None = None) -> Training:
+Reader: TypeAlias = Callable[[argparse.Namespace], Mapping[str, tuple[str, str]]]
+"""Returns what arguments of a training give for those of a plan, each with the training's flag."""
+
+
+def read_training(
+    words: Sequence[str],
+    arguments: argparse.Namespace | None = None,
+    readers: Sequence[Reader] = (),
+) -> Training:
     """Read the arguments of a training, beside those of a plan.
+
+    ``readers`` are for what no feature of the search reads.
 
     Raises:
         UsageError: an argument is unknown or wrong, the planner cannot count it, or it does not go
@@ -81,9 +90,9 @@ def read_training(words: Sequence[str], arguments: argparse.Namespace | None = N
         action.default = argparse.SUPPRESS
     given = parser.parse_args(list(words))  # only what the words give, also where it is a default
     sizes, flags = _sizes(given, has_experts=model.experts is not None)
-    way = late_updates.way_of(args)
-    if way is not None:
-        sizes["late_updates"], flags["late_updates"] = way, late_updates.OF_TRAINING
+    for reader in readers:
+        for name, (value, flag) in reader(args).items():
+            sizes[name], flags[name] = value, flag
     return Training(args, model, sizes, flags)
 
 
@@ -107,13 +116,15 @@ _MOST_GPUS = 65_536
 _USUAL_DEVICE = Path("a100_80gb_sxm")
 
 
-def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate]]:
-    """Read the files and check the sizes.
+def read(
+    arguments: argparse.Namespace, readers: Sequence[Reader] = ()
+) -> tuple[PlanJob, list[ScheduleCandidate]]:
+    """Read the files and check the sizes; ``readers`` are as in :func:`read_training`.
 
     Raises:
         UsageError: a file, a field or an argument is wrong.
     """
-    training = _training(arguments)
+    training = _training(arguments, readers)
     model = _model(arguments).as_transformer if training is None else _planned(training)
     flags = {} if training is None else _take_sizes(arguments, training)
     asked = _USUAL_DEVICE if arguments.device is None else arguments.device
@@ -207,7 +218,7 @@ def _model(arguments: argparse.Namespace) -> ModelConfig:
     return read_model(path_of("--config", "models", arguments.config))
 
 
-def _training(arguments: argparse.Namespace) -> Training | None:
+def _training(arguments: argparse.Namespace, readers: Sequence[Reader]) -> Training | None:
     """Return the training whose arguments are given in place of a model."""
     _check_given(arguments)
     if not arguments.words:
@@ -217,7 +228,7 @@ def _training(arguments: argparse.Namespace) -> Training | None:
             f"--config and the arguments of a training, {arguments.words[0]} first, both describe "
             "a model: leave one out"
         )
-    return read_training(arguments.words, arguments)
+    return read_training(arguments.words, arguments, readers)
 
 
 def _take_sizes(arguments: argparse.Namespace, training: Training) -> dict[str, str]:

@@ -433,8 +433,7 @@ def test_ranks_meet_before_a_pass_that_is_under_way_at_the_update() -> None:
         for instructions, (meet,) in zip(part.ranks, part.meets, strict=True)
     ]
     passes = [kinds.index(U) for kinds in between]
-    assert passes[0] == 0, "the first rank makes the update as soon as it can"
-    assert set(passes) == {0, 1}
+    assert set(passes) == {0, 1}, "one rank makes the update as soon as it can"
 
 
 def test_the_proof_knows_where_ranks_meet() -> None:

@@ -59,16 +59,16 @@ class LateRow:
     fits: bool
 
 
-def way_of(training: argparse.Namespace) -> str | None:
-    """Return the way of a training's arguments, None if its updates come in time."""
+def of_training(training: argparse.Namespace) -> dict[str, tuple[str, str]]:
+    """Return the way of a training's arguments for those of a plan, if its updates are late."""
     if not training.pipeline_update_delay:
-        return None
+        return {}
     if training.pipeline_update_prediction is not None:
         keeps_update = training.pipeline_update_prediction == "linear"
     else:
         usual = "on" if "muon" in training.optimizer else "off"
         keeps_update = (training.pipeline_update_feedback or usual) == "on"
-    return "feedback" if keeps_update else "plain"
+    return {"late_updates": ("feedback" if keeps_update else "plain", OF_TRAINING)}
 
 
 def check_late(arguments: argparse.Namespace, flag: str) -> None:
