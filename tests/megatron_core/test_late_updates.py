@@ -400,6 +400,7 @@ def assert_equal(found: list[list[float]], expected: list[list[float]], exact: b
 
 FULL = pytest.mark.full
 BF16 = GPTCase(layers=8, dtype="bfloat16")
+SCHEDULES = ["1f1b", "interleaved", "zb-h1", "v-min", "v-half", "v-zb", "auto"]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
@@ -413,10 +414,11 @@ def test_losses_and_weights_are_those_of_one_update_fewer(ranks: RankPools, sche
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "v-min", "v-half", "v-zb"])
-def test_four_ranks(ranks: RankPools, schedule: str, optimizer: str) -> None:
-    check(ranks(4).run(both, training=Training(FP32, schedule, optimizer, steps=20)))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_all_schedules(ranks: RankPools, schedule: str, optimizer: str, size: int) -> None:
+    check(ranks(size).run(both, training=Training(FP32, schedule, optimizer, steps=20)))
 
 
 @pytest.mark.slow
