@@ -59,7 +59,7 @@ def prepare(args: Any) -> list[str]:
         setattr(args, name, False)
     if overlaps:
         flags = " and ".join(flag_of(name) for name in overlaps)
-        lines.append(f"{FLAG} reduces gradients beside the passes of the next step: {flags} is off")
+        lines.append(f"{FLAG} turns {flags} off: it has an overlap of its own, with the next step")
     if "muon" not in args.optimizer:
         lines.append(
             f"{FLAG} changes the training, and {args.optimizer} loses more by it than Muon: the "

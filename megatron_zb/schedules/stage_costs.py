@@ -51,7 +51,8 @@ class StageCosts:
         microbatches: costs of microbatch j, where they are not all alike; the others are those of
             a typical one then. Equal rows are one object.
         lag: seconds between each further input of a pass and its start, by kind, in which its rank
-            runs other passes: a reduction of gradients. Those of one rank follow one another.
+            runs other passes: a reduction of gradients, a gathering of weights. Those of one rank
+            follow one another.
     """
 
     seconds: Mapping[PassKind, Table]

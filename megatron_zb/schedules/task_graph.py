@@ -492,8 +492,8 @@ class _Replaying:
             if self._arrival[code] < 0.0:
                 return begin, begin, code
             begin = max(begin, self._arrival[code])
-        if lag:  # a reduction waits for the passes of its own rank, too
-            begin = max(begin, self._reduced(graph.more.get(node, ()), lag))
+        if lag:  # what follows a pass of its own rank takes that time, too
+            begin = max(begin, self._behind_lags(graph.more.get(node, ()), lag))
         if p in pairs and self._costs is not None:
             seconds = self._costs.pair_seconds(Pair(p, passes[i + 1]))
         if not self._done.engines or p[1:] not in self._orders.offloaded:
@@ -503,8 +503,8 @@ class _Replaying:
         engine.follow(kind, p, begin + seconds)
         return begin, begin + seconds, -1
 
-    def _reduced(self, codes: Sequence[int], lag: float) -> float:
-        """Return when all ranks have reduced what some passes have made, one behind the other."""
+    def _behind_lags(self, codes: Sequence[int], lag: float) -> float:
+        """Return when every rank is through with the lags behind some passes, one after another."""
         ends = [0.0] * len(self._done.end)
         for arrival, rank in sorted((self._arrival[it], self._graph.rank_of(it)) for it in codes):
             ends[rank] = max(ends[rank], arrival) + lag

@@ -98,7 +98,7 @@ def test_replicas_with_the_distributed_optimizer(
     ours = f"--save {tmp_path / 'ours'} --pipeline-schedule v-half"
     run = pretrain(checkout, *flags, precision, overlap, ours, LATE)
     check(run, theirs)
-    assert "--overlap-grad-reduce and --overlap-param-gather is off" in run.output
+    assert "turns --overlap-grad-reduce and --overlap-param-gather off" in run.output
 
 
 def test_loss_scales(checkout: Path, upstream_checkpoint: Path, tmp_path: Path) -> None:
