@@ -24,6 +24,7 @@ from megatron_zb.measured.usual_gpu import copy_share
 from megatron_zb.megatron_core import graphs, model_ends, refusals, versions
 from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule, JobSizes
+from megatron_zb.megatron_core.encoder_ahead import EncoderAheadPart
 from megatron_zb.megatron_core.forward_backward import ForwardBackward
 from megatron_zb.megatron_core.frozen_model import FrozenModel, FrozenModelPart
 from megatron_zb.megatron_core.graphs import GraphsPart
@@ -214,11 +215,17 @@ class PipelineAdapter:
     @property
     def is_encoding(self) -> bool:
         """Whether the forward step runs for an encoder, with what a first stage reads."""
-        return EncoderPart in self._parts and self.part(EncoderPart).is_encoding
+        return self.encoder is not None and self.encoder.is_encoding
+
+    @property
+    def encoder(self) -> EncoderPart | None:
+        """The part that runs an encoder on every rank, if any."""
+        parts = self._parts.in_order()
+        return next((part for part in parts if isinstance(part, EncoderPart)), None)
 
     def holds_encoder(self, pp_rank: int, vp_stage: int | None) -> bool:
         """Whether a chunk is to be built with the encoder of the model, if it has one."""
-        if EncoderPart in self._parts:
+        if self.encoder is not None:
             return (vp_stage or 0) == CHUNK_OF_ENCODER
         return self.pre_process(pp_rank, vp_stage)
 
@@ -374,6 +381,26 @@ class PipelineAdapter:
         part = SharedPipelinePart(self.current, model, steps_done)
         self._add(part)
         return part
+
+    def encode_ahead(self, may_read_ahead: Callable[[], bool]) -> None:
+        """Run a frozen encoder for the next step, as the schedule was built for.
+
+        To be called before the first step.
+
+        Args:
+            may_read_ahead: returns whether the step that begins may read the microbatches of the
+                next step. It may not where there is none. Where the state of the data iterators is
+                saved behind a step, it may not read beyond that step.
+
+        Raises:
+            UsageError: the schedule was built without such an encoder.
+        """
+        if EncoderAheadPart not in self._parts:
+            raise UsageError(
+                f"{self.schedule.name}: the schedule has no passes of an encoder that runs ahead: "
+                "give JobSizes a second_model with the role AHEAD, and a copy on each rank"
+            )
+        self.part(EncoderAheadPart).may_read_ahead = may_read_ahead
 
     def teach_with(self, teacher: FrozenModel) -> FrozenModel:
         """Run the forwards of a frozen model beside training; before the first step.

@@ -22,14 +22,15 @@ class ReadingsPart(StepPart):
     """Reads each microbatch once on a rank that has the first and the last stage."""
 
     def __init__(self) -> None:
-        self._readings = SharedReadings()
+        self._readings = SharedReadings(), SharedReadings()  # of trainings, and of evaluations
 
     def before_step(self, step: Step) -> None:
         iterators = step.data_iterators
         held = [step.physical.stage(step.pp_rank, chunk) for chunk in range(len(iterators))]
         ends = (0, step.physical.placement.num_stages - 1)
         if len(held) > 1 and all(end in held for end in ends):
-            step.data_iterators = self._readings.shared(iterators, *map(held.index, ends))
+            readings = self._readings[step.forward_only]
+            step.data_iterators = readings.shared(iterators, *map(held.index, ends))
 
 
 class SharedReading:
@@ -42,10 +43,8 @@ class SharedReading:
         self.iterators = (first, last)
         self._agree: bool | None = None
         self._ahead: tuple[deque[Any], deque[Any]] = (deque(), deque())
-
-    def views(self) -> tuple[Iterator[Any], Iterator[Any]]:
-        """Return what each stage is to read instead of its own iterator."""
-        return _View(self, 0), _View(self, 1)
+        self.views: tuple[Iterator[Any], Iterator[Any]] = (_View(self, 0), _View(self, 1))
+        """What each stage is to read instead of its own iterator, the same in every step."""
 
     def next(self, end: int) -> Any:
         """Return the next microbatch of the first (0) or the last stage (1).
@@ -72,7 +71,7 @@ class SharedReading:
 class _View:
     """One reader's view of a reading of several; all else is asked of the reader's iterator."""
 
-    def __init__(self, reading: SharedReading | ReadTwice, reader: int) -> None:
+    def __init__(self, reading: SharedReading | ReadTwice | ReadAStepAhead, reader: int) -> None:
         self._reading, self._reader = reading, reader
 
     def __iter__(self) -> _View:
@@ -86,7 +85,7 @@ class _View:
 
 
 class SharedReadings:
-    """The shared readings of a job, one for each pair of iterators: training has its own."""
+    """The shared readings of a job, one for each pair of iterators."""
 
     def __init__(self) -> None:
         self._found: list[SharedReading] = []
@@ -104,7 +103,7 @@ class SharedReadings:
             reading = SharedReading(*ends)
             self._found = [*self._found[-_MOST_READINGS + 1 :], reading]
         result = list(iterators)
-        result[first], result[last] = reading.views()
+        result[first], result[last] = reading.views
         return result
 
 
@@ -199,6 +198,59 @@ class ReadTwice:
             for _ in range(num_microbatches - taken):
                 self.next(reader)
         self._taken = [0, 0]
+
+
+class ReadAStepAhead:
+    """An iterator of which one reader takes microbatches of a step, and another of the next one.
+
+    Both name microbatches by their place behind the start of the step. A microbatch is read once,
+    and kept until the first reader has taken it.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterators = (iterator, iterator)
+        self._read: deque[Any] = deque()
+        self._places: tuple[Iterator[int], Iterator[int]] = (iter(()), iter(()))
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether microbatches have been read that no step has had."""
+        return bool(self._read)
+
+    def views(self, num_microbatches: int, units: Sequence[int]) -> tuple[_View, _View]:
+        """Return what the readers are to read in a step of so many microbatches.
+
+        Args:
+            num_microbatches: of the step.
+            units: microbatches of the next step that the second reader takes, in their order.
+        """
+        later = (num_microbatches + unit for unit in units)
+        self._places = iter(range(num_microbatches)), later
+        return _View(self, 0), _View(self, 1)
+
+    def next(self, reader: int) -> Any:
+        """Return the next microbatch of a reader.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        place = next(self._places[reader])
+        self._fill(place + 1)
+        found = self._read[place]
+        if reader:
+            return _copied(found)
+        self._read[place] = None
+        return found
+
+    def finish(self, num_microbatches: int) -> None:
+        """Let both readers begin with the next step, behind one of so many microbatches."""
+        self._fill(num_microbatches)
+        for _ in range(num_microbatches):
+            self._read.popleft()
+
+    def _fill(self, count: int) -> None:
+        while len(self._read) < count:
+            self._read.append(next(self.iterators[0]))
 
 
 class TwiceRead:

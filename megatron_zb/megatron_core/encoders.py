@@ -7,6 +7,7 @@ forward of the first stage take an output that was computed before.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ import torch
 from megatron.core.transformer.module import fp32_to_float16
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.model_calls import ModelCall, calls_replaced
+from megatron_zb.megatron_core.model_calls import ModelCall, calls_replaced, recorded
 from megatron_zb.runtime.observer import NOTHING
 
 _FIRST = "is_first_microbatch"
@@ -71,18 +72,18 @@ class EncoderOfModel(NamedTuple):
         return [weight for _, module in self.parts(model) for weight in module.parameters()]
 
 
-def encoder_of(model: Any) -> EncoderOfModel:
-    """Return the encoder of a model.
+def encoder_of(model: Any, kinds: Mapping[str, EncoderOfModel]) -> EncoderOfModel:
+    """Return the encoder of a model, of those by the class of a model.
 
     Raises:
         UsageError: models of this class have none, or it is not known how to run it apart.
     """
     for kind in type(model).__mro__:
-        if kind.__name__ in ENCODERS:
-            return ENCODERS[kind.__name__]
+        if kind.__name__ in kinds:
+            return kinds[kind.__name__]
     raise UsageError(
         f"the encoder of a {type(model).__name__} cannot run on every rank, only that of "
-        f"{', '.join(ENCODERS)}: leave it in the first stage"
+        f"{', '.join(kinds)}: leave it in the first stage"
     )
 
 
@@ -117,6 +118,42 @@ def _encode_llava(model: Any, call: ModelCall) -> tuple[torch.Tensor, Any]:
 def _given_to_llava(model: Any, output: torch.Tensor) -> AbstractContextManager[None]:
     """Do nothing: Megatron's ``forward_step`` hands the model what another stage has sent."""
     return NOTHING
+
+
+def _encode_tower(model: Any, call: ModelCall) -> tuple[torch.Tensor, Any]:
+    """Run the encoder alone: a projection behind it may train where it is frozen."""
+    given = inspect.signature(type(model).forward).bind(model, *call.arguments, **call.options)
+    given.arguments |= dict.fromkeys(_SOUNDS & given.signature.parameters.keys())
+    usual = {name: getattr(model, name, None) for name in _NOT_IN_TOWER}
+    with recorded(model.vision_model) as outputs:
+        try:
+            for name, value in _NOT_IN_TOWER.items():
+                setattr(model, name, value)
+            returned = type(model).forward(*given.args, **given.kwargs)
+        finally:
+            for name, value in usual.items():
+                setattr(model, name, value)
+    empty = outputs or [_nothing(model.vision_model, model.vision_model.config.hidden_size)]
+    return empty[0], returned
+
+
+_NOT_IN_TOWER: Mapping[str, Any] = {
+    "add_encoder": True,
+    "add_decoder": False,
+    "vision_projection": torch.nn.Identity(),
+    "_tile_tags": None,
+}
+"""Attributes of a LLaVAModel that runs its encoder alone."""
+
+_SOUNDS = {"sound_clips"}
+"""Arguments of another encoder, which stays in the first stage."""
+
+
+def _given_to_tower(model: Any, output: torch.Tensor) -> AbstractContextManager[None]:
+    def answer(*_arguments: Any, **_options: Any) -> Any:
+        return output
+
+    return calls_replaced(model.vision_model, answer)
 
 
 # --- models of Megatron-Bridge whose forward calls the encoder of Hugging Face, by grids of patches
@@ -200,3 +237,11 @@ ENCODERS: Mapping[str, EncoderOfModel] = {
     "Qwen3VLModel": EncoderOfModel(("vision_model",), (), _encode_qwen3, _given_to_qwen3),
 }
 """Encoders by the class of the model."""
+
+FROZEN: Mapping[str, EncoderOfModel] = {
+    **ENCODERS,
+    "LLaVAModel": EncoderOfModel(
+        ("vision_model",), ("_drop_vision_class_token",), _encode_tower, _given_to_tower
+    ),
+}
+"""What of these may be frozen, and run without the rest of the model."""

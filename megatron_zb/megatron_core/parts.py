@@ -11,6 +11,7 @@ from megatron_zb.megatron_core.copies import CopiesPart
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.megatron_core.data_iterators import ReadingsPart
 from megatron_zb.megatron_core.data_parallel import DataParallelPart
+from megatron_zb.megatron_core.encoder_ahead import EncoderAheadPart
 from megatron_zb.megatron_core.experts import ExpertMetricsPart, OverlapPart, PagedStashPart
 from megatron_zb.megatron_core.forward_state import StatePart
 from megatron_zb.megatron_core.frozen_model import FrozenModelPart
@@ -49,6 +50,7 @@ _ORDER: tuple[type[StepPart], ...] = (
     ReadingsPart,
     CopiesPart,  # chooses of what the readings give; adds up what the parts below have summed
     EncoderPart,  # as the part above
+    EncoderAheadPart,  # likewise
     FrozenModelPart,
     VocabularyPart,  # its stages run the forwards of the stages of the parts below
     SlicesPart,  # cuts what the readings give
@@ -74,11 +76,13 @@ def _part_of_second(
     """
     if second.role is SecondRole.ENCODER and second.copies:
         return EncoderPart(physical, splits)
+    if second.role is SecondRole.AHEAD and second.copies and second.pieces == 1:
+        return EncoderAheadPart(physical, splits)
     if second.role is SecondRole.TEACHER and not second.copies and second.pieces == 1:
         return FrozenModelPart(physical)
     raise UsageError(
-        f"training runs no {second.role.value} as {second.layout_in_words}: give an encoder of "
-        "this step with a copy on each rank, or a teacher whose layers are cut over the ranks in "
+        f"training runs no {second.role.value} as {second.layout_in_words}: give an encoder "
+        "with a copy on each rank, or a teacher whose layers are cut over the ranks in "
         "one piece each"
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.checkpoints import as_replicas, sums_of
 from megatron_zb.megatron_core.data_iterators import TwiceRead
 from megatron_zb.megatron_core.data_parallel import overlaps_grad_reduce
-from megatron_zb.megatron_core.encoders import EncoderOfModel, converted, encoder_of
+from megatron_zb.megatron_core.encoders import ENCODERS, EncoderOfModel, converted, encoder_of
 from megatron_zb.megatron_core.model_calls import ModelCall, calls_replaced, inner_model
 from megatron_zb.megatron_core.model_ends import gradient_of
 from megatron_zb.megatron_core.placement import PhysicalPlacement
@@ -142,6 +142,8 @@ class EncoderPart(StepPart):
     fact = "spreads_encoder"
     sends_other_shapes = True
     reads_on_every_stage = True
+    kinds: ClassVar[Mapping[str, EncoderOfModel]] = ENCODERS
+    """The encoders that it runs, by the class of the model."""
 
     def __init__(self, physical: PhysicalPlacement, splits: Sequence[SplitBackward]) -> None:
         self._physical, self._splits = physical, splits
@@ -174,15 +176,14 @@ class EncoderPart(StepPart):
             UsageError: the encoder cannot run on every rank, or a rank has no copy of it.
         """
         model = inner_model(chunks[CHUNK])
-        self._encoder = encoder_of(model)
+        self._encoder = encoder_of(model, self.kinds)
         parts = dict(self._encoder.parts(model))
         if not parts:
             raise UsageError(
                 f"the {type(model).__name__} of a rank has no encoder, which is to run on every "
                 "rank: build the first chunk of every rank with its encoder"
             )
-        for chunk in chunks:
-            _leave_encoder_alone(inner_model(chunk))
+        self.prepare_forwards(chunks)
         group = parallel_state.get_pipeline_model_parallel_group()
         source = dist.get_process_group_ranks(group)[self._home]
         for module in parts.values():
@@ -195,6 +196,12 @@ class EncoderPart(StepPart):
                 setattr(weight, _NOT_IN_NORMS, True)
             own = model.sharded_state_dict
             model.sharded_state_dict = partial(_with_replicas, own, tuple(parts))
+
+    def prepare_forwards(self, chunks: list[Any]) -> None:
+        """Let forwards of chunks run their layers alone, where the model has a switch for that."""
+        for model in map(inner_model, chunks):
+            if hasattr(model, "add_encoder"):
+                model.add_encoder = False
 
     # --- a step
 
@@ -214,7 +221,7 @@ class EncoderPart(StepPart):
             )
         rules = step.program.schedule.rules
         assert isinstance(rules, SecondModelRules)
-        if rules.second.is_frozen and not step.forward_only and self._trained(step):
+        if rules.second.is_frozen and not step.forward_only and self.trained(step):
             raise UsageError(
                 f"{name}: the encoder has weights that train, but the schedule has no backward of "
                 "it: freeze them, or give the second model the seconds of its backward"
@@ -224,10 +231,18 @@ class EncoderPart(StepPart):
                 f"{name}: a CUDA graph has no messages of an encoder on every rank, whose shapes "
                 "vary: leave the encoder in the first stage"
             )
+        self.check_copies(step)
+        self._readings.share(step, self.microbatches(step))
+
+    def check_copies(self, step: Step) -> None:
+        """Compare the weights of the copies before the first step.
+
+        Raises:
+            UsageError: they differ.
+        """
         if not self._are_checked:
             self._are_checked = True
             self._check_equal(step)
-        self._readings.share(step, self._microbatches(step))
 
     def _check_equal(self, step: Step) -> None:
         """Compare the weights of the copies, which a program may have loaded into some alone.
@@ -246,14 +261,15 @@ class EncoderPart(StepPart):
                 "on some pipeline ranks: load the same ones into the encoder of each rank"
             )
 
-    def _microbatches(self, step: Step) -> list[int]:
+    def microbatches(self, step: Step) -> list[int]:
         """Return the microbatches that the encoder of this rank runs, in their order."""
         rules = step.program.schedule.rules
         assert isinstance(rules, SecondModelRules)
-        units = rules.columns.on(self._stage(step))
+        units = rules.columns.on(self.stage(step))
         return [rules.microbatch_of(unit) for unit in units]
 
-    def _stage(self, step: Step) -> int:
+    def stage(self, step: Step) -> int:
+        """Return the number of the stage that is the encoder of this rank."""
         return step.program.schedule.placement.stages_of[step.logical][-1]
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
@@ -263,7 +279,7 @@ class EncoderPart(StepPart):
     def more_stages(self, stages: Mapping[int, Any], step: Step) -> Mapping[int, Any]:
         assert self._encoder is not None, "the model has been prepared"
         own = EncoderStage(step, self._splits[CHUNK], self, self._encoder)
-        return {self._stage(step): own}
+        return {self.stage(step): own}
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
@@ -274,7 +290,7 @@ class EncoderPart(StepPart):
     def after_step(self, step: Step) -> None:
         self._readings.finish(step.num_microbatches)
 
-    def _trained(self, step: Step) -> list[torch.nn.Parameter]:
+    def trained(self, step: Step) -> list[torch.nn.Parameter]:
         """Return the weights of the encoder that have gradients."""
         assert self._encoder is not None, "the model has been prepared"
         weights = self._encoder.parameters(inner_model(step.model[CHUNK]))
@@ -282,7 +298,7 @@ class EncoderPart(StepPart):
 
     def _add_gradients(self, step: Step) -> None:
         """Add up the gradients of the copies over the ranks of the pipeline."""
-        for some in _batches(self._trained(step)):
+        for some in _batches(self.trained(step)):
             gradients = [_gradient(weight) for weight in some]
             flat = torch.cat([it.reshape(-1) for it in gradients])
             dist.all_reduce(flat, group=step.pg_collection.pp)
@@ -290,12 +306,6 @@ class EncoderPart(StepPart):
                 gradients, flat.split([it.numel() for it in gradients]), strict=True
             ):
                 gradient.copy_(part.view_as(gradient))
-
-
-def _leave_encoder_alone(model: Any) -> None:
-    """Let forwards of a chunk run its layers alone, where the model has a switch for that."""
-    if hasattr(model, "add_encoder"):
-        model.add_encoder = False
 
 
 def _gradient(weight: torch.nn.Parameter) -> torch.Tensor:

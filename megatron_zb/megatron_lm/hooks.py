@@ -279,8 +279,10 @@ class ScheduledRun:
                 chunk.vp_stage = vp_stage
             self._check_model(chunk, before)
             if adapter.holds_encoder(pp_rank, vp_stage) and not keywords["pre_process"]:
+                assert adapter.encoder is not None, "it is built into the first stage alone"
                 with self._building_chunk(*place):
-                    spread_encoder.give_encoder(chunk, build, args, keywords)
+                    kinds = adapter.encoder.kinds
+                    spread_encoder.give_encoder(chunk, build, args, keywords, kinds)
             self._chunks.append(chunk)
             if len(self._chunks) == adapter.chunks:
                 self._prepare_model()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.encoders import encoder_of
+from megatron_zb.megatron_core.encoders import ENCODERS, EncoderOfModel, encoder_of
 from megatron_zb.megatron_core.random_streams import RandomState
 from megatron_zb.megatron_lm import models
 from megatron_zb.schedules.features.second_model import SecondModel, SecondRole
@@ -76,6 +76,7 @@ def give_encoder(
     build: Callable[..., Any],
     args: Sequence[Any],
     keywords: Mapping[str, Any],
+    kinds: Mapping[str, EncoderOfModel] = ENCODERS,
 ) -> None:
     """Give a chunk the encoder of a first stage that is built for it, and drawn apart.
 
@@ -84,11 +85,12 @@ def give_encoder(
         build: builds a chunk.
         args: for ``build``.
         keywords: for ``build``, of the chunk.
+        kinds: the encoders that may be given, by the class of the model.
 
     Raises:
         UsageError: the encoder of such a model cannot run on every rank.
     """
-    encoder = encoder_of(chunk)
+    encoder = encoder_of(chunk, kinds)
     place = {**keywords, "pre_process": True, "post_process": False}
     before = RandomState()
     with models.answering_ends(place):

@@ -242,7 +242,7 @@ def said_of(case: GPTCase, change: str) -> str:
         ("none", "v-half: the schedule has the passes of a teacher, and there is none: give"),
         ("trains", "v-half: the teacher has weights that train: freeze them"),
         ("schedule", "v-half: the schedule has no passes of a teacher: give JobSizes"),
-        ("copies", "training runs no teacher as a copy on each rank: give an encoder of this"),
+        ("copies", "training runs no teacher as a copy on each rank: give an encoder with a"),
     ],
     ids=["none", "trains", "schedule", "copies"],
 )

@@ -425,6 +425,7 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         chunks.append(chunk)
     if not case.drawn:
         _initialise(case, chunks, config)
+    _freeze(case, chunks)
     if case.exact:
         _compute_exactly(chunks, getattr(torch, case.dtype))
     models = list(chunks)
@@ -544,6 +545,11 @@ def _initialise(case: GPTCase, chunks: list[Any], config: TransformerConfig) -> 
         for name, parameter in chunk.named_parameters():
             if "local_experts" in name:
                 parameter.data.mul_(1 + parallel_state.get_expert_model_parallel_rank())
+
+
+def _freeze(case: GPTCase, chunks: list[Any]) -> None:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
             if case.frozen is not None and case.frozen in name:
                 parameter.requires_grad = False
 
