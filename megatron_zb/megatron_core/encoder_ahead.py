@@ -65,7 +65,7 @@ class AheadStage(EncoderStage):
             self.streams.start_step(step)
 
 
-class FirstStage(MegatronStage):
+class EncodedBefore(MegatronStage):
     """The first stage of a model, for some of whose microbatches the encoder has run before."""
 
     def __init__(self, *arguments: Any, part: EncoderAheadPart, encoder: EncoderOfModel) -> None:
@@ -168,7 +168,7 @@ class EncoderAheadPart(EncoderPart):
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
         assert self._encoder is not None, "the model has been prepared"
-        return partial(FirstStage, part=self, encoder=self._encoder) if number == 0 else None
+        return partial(EncodedBefore, part=self, encoder=self._encoder) if number == 0 else None
 
     def more_stages(self, stages: Mapping[int, Any], step: Step) -> Mapping[int, Any]:
         assert self._encoder is not None, "the model has been prepared"

@@ -84,11 +84,15 @@ def test_a_part_takes_the_place_of_one_of_its_type(vocabulary_parallel: bool) ->
     assert (parts.VocabularyPart in found) is vocabulary_parallel
 
 
+def kinds_of(part: type[StepPart]) -> set[type[StepPart]]:
+    """All classes that derive from a part."""
+    own = set(part.__subclasses__())
+    return own.union(*map(kinds_of, own))
+
+
 def test_every_part_has_a_place_in_the_order() -> None:
     """But that of post-validation, which is added behind all others when the optimizer is there."""
-    known = {
-        each for each in StepPart.__subclasses__() if each.__module__.startswith("megatron_zb")
-    }
+    known = {each for each in kinds_of(StepPart) if each.__module__.startswith("megatron_zb")}
     assert known - {PostValidationPart} == set(parts._ORDER)
     assert len(parts._ORDER) == len(set(parts._ORDER))
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)

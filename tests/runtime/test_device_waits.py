@@ -55,6 +55,8 @@ PLACES = {
     "runtime/channels.py:ShapedChannels.post_receive": ORDERED + "; a tensor of the host",
     "runtime/watchdog.py:Watchdog._goes_on": HOST,
     "megatron_core/copies.py:CopiesPart._gather_records": "behind all passes of a step",
+    "megatron_core/encoder_ahead.py:EncoderAheadPart._gathered": "behind all passes of a step",
+    "megatron_core/encoder_ahead.py:_all_done": "behind all passes of a step",
     "megatron_core/copies.py:CopiesPart._of_all": BETWEEN_STEPS + ", or behind all passes of one",
     "megatron_core/checkpoints.py:sums_of": BETWEEN_STEPS,
     "megatron_core/late_updates.py:LateUpdates.update": ORDERED + "; every rank has begun its sum",
